@@ -1,0 +1,1 @@
+"""shardfn: fully sharded training steps in JAX, from an unedited step."""

@@ -1,0 +1,117 @@
+"""How one move of a value is done on the wire, inside `shard_map`.
+
+In: a local value, its global shape and two neighbouring shardings. Out: the local value
+in the second one. Values are typed as JAX types them under `check_vma=True`: replicated
+along an axis means invarying along it.
+"""
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from shardfn import _compat
+from shardfn._reshard import move_of
+from shardfn._sharding import (
+    FLAT,
+    Axes,
+    Sharding,
+    Split,
+    Unreduced,
+    local_shape,
+    on_axis,
+)
+
+
+def run_move(
+    x: jax.Array, shape: Sequence[int], before: Sharding, after: Sharding, axes: Axes
+) -> jax.Array:
+    """Moves `x`, a local block of a value of global `shape`, from `before` to `after`."""
+    op, axis = move_of(before, after)
+    name = axes.names[axis]
+    state, goal = before[axis], after[axis]
+    if op == "relabel":
+        return x
+    if op == "all_reduce":
+        assert isinstance(state, Unreduced)
+        return _all_reduce(x, name, state.op)
+    if op == "mask":
+        return _on_first_device(x, name)
+    if op == "all_to_all":
+        assert isinstance(state, Split) and isinstance(goal, Split)
+        return lax.all_to_all(x, name, goal.dim, state.dim, tiled=True)
+    if op == "all_gather":
+        assert isinstance(state, Split)
+        return _all_gather(x, shape, after, state.dim, name, axes)
+    assert isinstance(goal, Split)
+    full = local_shape(shape, on_axis(before, axis, None), axes)
+    x = x.reshape(-1) if goal.dim == FLAT else x
+    dim = 0 if goal.dim == FLAT else goal.dim
+    local = local_shape(shape, after, axes)[dim]
+    x = _pad_to(x, dim, local * axes.sizes[axis])
+    if op == "psum_scatter":
+        x = varying(x, name)
+        return lax.psum_scatter(x, name, scatter_dimension=dim, tiled=True)
+    assert op == "slice", (op, full)
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(name) * local, local, dim)
+
+
+def _all_gather(
+    x: jax.Array,
+    shape: Sequence[int],
+    after: Sharding,
+    dim: int,
+    name: str,
+    axes: Axes,
+) -> jax.Array:
+    """Gathers blocks and drops the padding."""
+    full = local_shape(shape, after, axes)
+    along = 0 if dim == FLAT else dim
+    size = math.prod(full) if dim == FLAT else full[dim]
+    x = lax.all_gather(varying(x, name), name, axis=along, tiled=True, to="invarying")
+    if x.shape[along] != size:
+        x = lax.slice_in_dim(x, 0, size, axis=along)
+    return x.reshape(full)
+
+
+def _all_reduce(x: jax.Array, name: str, op: str) -> jax.Array:
+    x = varying(x, name)
+    if op == "sum":
+        return lax.psum(x, name)
+    if op == "max":
+        return lax.pmax(x, name) if x.dtype != jnp.bool_ else _any(x, name)
+    if op == "min":
+        return lax.pmin(x, name) if x.dtype != jnp.bool_ else ~_any(~x, name)
+    if op == "or":
+        return _any(x, name)
+    if op == "and":
+        return ~_any(~x, name)
+    if op == "prod":
+        return lax.all_gather(x, name, to="invarying").prod(axis=0)
+    raise ValueError(f"unknown reducer {op!r}")
+
+
+def _any(x: jax.Array, name: str) -> jax.Array:
+    return lax.pmax(x.astype(jnp.int8), name).astype(jnp.bool_)
+
+
+def _on_first_device(x: jax.Array, name: str) -> jax.Array:
+    """`x` on the axis's first device and zero on the others: terms that sum to `x`."""
+    x = varying(x, name)
+    return jnp.where(lax.axis_index(name) == 0, x, jnp.zeros_like(x))
+
+
+def _pad_to(x: jax.Array, dim: int, size: int) -> jax.Array:
+    missing = size - x.shape[dim]
+    if not missing:
+        return x
+    config = [(0, missing if d == dim else 0, 0) for d in range(x.ndim)]
+    return lax.pad(x, jnp.zeros((), x.dtype), config)
+
+
+def varying(x: jax.Array, *names: str) -> jax.Array:
+    """`x` with its type varying over the mesh axes `names` too."""
+    missing = tuple(n for n in names if n not in _compat.varying_axes(x))
+    return lax.pcast(x, missing, to="varying") if missing else x

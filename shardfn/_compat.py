@@ -1,0 +1,156 @@
+"""The only place that knows JAX versions and JAX's private modules.
+
+Each function hides one difference between JAX 0.10, 0.11 and 0.12, or one private name.
+"""
+
+import functools
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax._src import source_info_util as _source_info
+from jax.extend import core
+from jax.extend import random as _extend_random
+from jax.extend import source_info_util as _public_source_info
+from jax.extend.core import JaxprEqn, Literal, Primitive
+from jax.extend.core import primitives as _primitives
+from jax.interpreters import partial_eval as _partial_eval
+
+scan_p = _primitives.scan_p
+while_p = _primitives.while_p
+cond_p = _primitives.cond_p
+remat_p = _primitives.remat_p
+
+_INLINED = {
+    "jit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "eval_jaxpr": "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+}
+
+HIDING_FLAGS = ("jax_scan3", "jax_remat3", "jax_custom_vjp3", "jax_custom_jvp3")
+
+
+def hiding_flags() -> list[str]:
+    """Names of the JAX flags now on that hide jaxpr bodies from an interpreter."""
+    return [name for name in HIDING_FLAGS if getattr(jax.config, name, False)]
+
+
+def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+    """The jaxpr without its constants, and the constants: one type or two, by version."""
+    return jaxpr.jaxpr, tuple(jaxpr.consts)
+
+
+def inlined_body(eqn: JaxprEqn) -> Any | None:
+    """The body of an equation that only calls it (jit, custom_jvp, ...), else None."""
+    key = _INLINED.get(eqn.primitive.name)
+    return eqn.params.get(key) if key else None
+
+
+def close_jaxpr(jaxpr: Any) -> Any:
+    """A closed jaxpr of `jaxpr`, which may be closed already or have no constants."""
+    return jaxpr if hasattr(jaxpr, "consts") else core.ClosedJaxpr(jaxpr, ())
+
+
+def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
+    """Numbers of constants and of carries of a scan equation."""
+    if "ft_in" in eqn.params:
+        consts, carry, _ = eqn.params["ft_in"].unpack()
+        return len(consts), len(carry)
+    return eqn.params["num_consts"], eqn.params["num_carry"]
+
+
+def without_dead_code(closed: Any) -> Any:
+    """`closed` without equations that no output needs, also inside control flow."""
+    jaxpr, consts = open_jaxpr(closed)
+    jaxpr, _ = _partial_eval.dce_jaxpr(
+        jaxpr, [True] * len(jaxpr.outvars), instantiate=True
+    )
+    return jaxpr if hasattr(jaxpr, "consts") else core.ClosedJaxpr(jaxpr, consts)
+
+
+def bind_remat(eqn: JaxprEqn, body: Any, *args: jax.Array) -> Sequence[jax.Array]:
+    """Binds `eqn`'s remat primitive with another body, `body(*args)` on local values.
+
+    The parameter `differentiated` is what makes its lowering put an optimization barrier
+    around the recomputation, and `jax.checkpoint` cannot set it.
+    """
+    closed = jax.make_jaxpr(body)(*args)
+    jaxpr, consts = open_jaxpr(closed)
+    jaxpr = _partial_eval.convert_constvars_jaxpr(jaxpr)
+    params = {**eqn.params, "jaxpr": jaxpr}
+    if isinstance(params["prevent_cse"], tuple):
+        params["prevent_cse"] = any(params["prevent_cse"])
+    return eqn.primitive.bind(*consts, *args, **params)
+
+
+def varying_axes(x: jax.Array) -> frozenset[str]:
+    """The manual mesh axes over which the type of `x` says that it varies."""
+    return frozenset(jax.typeof(x).manual_axis_type.varying)  # pyright: ignore
+
+
+def with_weak_type(x: jax.Array, weak: bool) -> jax.Array:
+    """`x` with its weak type set to `weak`."""
+    from jax._src.lax import lax as lax_internal
+
+    if x.weak_type == weak:  # pyright: ignore
+        return x
+    return lax_internal._convert_element_type(x, x.dtype, weak_type=weak)
+
+
+def summarize(eqn: JaxprEqn) -> str:
+    """`file:line:column (function)` of the user's code that made an equation."""
+    return _public_source_info.summarize(eqn.source_info)
+
+
+def caller() -> str:
+    """`file:line (function)` of the innermost user frame on the present call stack."""
+    frame = _source_info.user_frame(_source_info.current().traceback)
+    if frame is None:
+        return "an unknown place"
+    return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
+
+
+def name_stack(eqn: JaxprEqn) -> str:
+    """The name scopes and transforms that an equation was made under."""
+    return str(eqn.source_info.name_stack)
+
+
+def as_user_code(eqn: JaxprEqn) -> Any:
+    """A context in which bound primitives keep `eqn`'s source line and name scopes."""
+    stack = _public_source_info.current_name_stack() + eqn.source_info.name_stack
+    return _public_source_info.user_context(
+        eqn.source_info.traceback, name_stack=stack
+    )
+
+
+def is_literal(atom: Any) -> bool:
+    return isinstance(atom, Literal)
+
+
+def primitive(name: str) -> Primitive | None:
+    """The JAX primitive called `name`, or None where this JAX version has none."""
+    from jax import lax
+
+    return getattr(lax, f"{name}_p", None)
+
+
+@functools.cache
+def _primitives_by_name() -> dict[str, Primitive]:
+    """Every primitive that JAX exports, and the private ones that user code binds."""
+    modules = [jax.lax, jax.lax.linalg, _primitives, _extend_random]
+    for name in ("lax.lax", "lax.linalg", "random.prng", "random.core", "dispatch"):
+        modules.append(importlib.import_module(f"jax._src.{name}"))
+    for name in ("pjit", "lax.control_flow.conditionals", "ad_util"):
+        modules.append(importlib.import_module(f"jax._src.{name}"))
+    found = (v for m in modules for v in vars(m).values() if isinstance(v, Primitive))
+    return {p.name: p for p in found}
+
+
+def primitives(*names: str) -> tuple[Primitive, ...]:
+    """The primitives of these names; names that this JAX does not have are left out."""
+    known = _primitives_by_name()
+    return tuple(known[name] for name in names if name in known)

@@ -1,0 +1,393 @@
+"""How control flow is sharded: its bodies are solved like the program around them.
+
+In: a scan, while, cond or remat node, how its operands are sharded, what is wanted of its
+results. Out: a `Decision` that holds the plans of the bodies. Carries are a bounded
+fixpoint over their shardings, branches of a cond are joined.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from shardfn._decide import Decision, Wants
+from shardfn._plan import BodyPlan
+from shardfn._program import Node, Program
+from shardfn._reshard import can_split
+from shardfn._sharding import (
+    FLAT,
+    Axes,
+    AxisSharding,
+    Sharding,
+    Split,
+    Unreduced,
+    on_axis,
+)
+
+CARRY_ROUNDS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Solved:
+    """A body's plan and what the body wants its arguments in."""
+
+    plan: BodyPlan
+    wants: tuple[Wants, ...]
+
+
+class Solve(Protocol):
+    """Solves one body; see `_propagate.Solver.solve`."""
+
+    def __call__(
+        self,
+        program: Program,
+        inputs: Sequence[Sharding],
+        required: Sequence[Sharding | None],
+        wants: Sequence[Wants],
+        keep: Sequence[bool],
+        phase: str,
+    ) -> Solved: ...
+
+
+@dataclass(slots=True)
+class FlowSite:
+    """One control-flow node while it is decided.
+
+    Attributes:
+      node: the node.
+      operand_avals: avals of its operands.
+      result_avals: avals of its results.
+      states: shardings of its operands now.
+      wants: wants of its results.
+      operand_wants: wants of its operands so far.
+      keep: per result, whether it may stay unreduced.
+      axes: the mesh axes.
+      small: values with fewer elements may stay unreduced across iterations.
+      phase: the phase that the node runs in.
+      solve: solves a body.
+    """
+
+    node: Node
+    operand_avals: Sequence[Any]
+    result_avals: Sequence[Any]
+    states: Sequence[Sharding]
+    wants: Sequence[Wants]
+    operand_wants: Sequence[Wants]
+    keep: Sequence[bool]
+    axes: Axes
+    small: int
+    phase: str
+    solve: Solve
+    size: Callable[[Any], int]
+
+    def decide(self) -> Decision:
+        return {
+            "remat": self.remat,
+            "scan": self.scan,
+            "while": self.loop,
+            "cond": self.branch,
+        }[self.node.kind]()
+
+    # Helpers
+
+    def entering(self, i: int) -> Sharding:
+        """Operand `i` with unreduced terms summed, towards what is wanted of it."""
+        return reduced(
+            self.states[i], self.operand_wants[i], self.operand_avals[i], self.axes
+        )
+
+    @property
+    def no_wants(self) -> Wants:
+        return (frozenset(),) * len(self.axes.names)
+
+    # remat
+
+    def remat(self) -> Decision:
+        operands = tuple(map(self.entering, range(len(self.states))))
+        solved = self.solve(
+            self.node.bodies[0],
+            operands,
+            [None] * len(self.wants),
+            self.wants,
+            self.keep,
+            self.phase,
+        )
+        out = solved.plan.output_shardings
+        return Decision(operands, out, out, (), (solved.plan,), solved.wants)
+
+    # scan
+
+    def scan(self) -> Decision:
+        (body,) = self.node.bodies
+        n_consts, n_carry = self.node.counts
+        n_xs = n_consts + n_carry
+        consts = [self.entering(i) for i in range(n_consts)]
+        xs = [self.scanned(i) for i in range(n_xs, len(self.states))]
+        inner_xs = [_shift(s, -1) for s in xs]
+        wants = [
+            w if j < n_carry else _shift_wants(w, -1) for j, w in enumerate(self.wants)
+        ]
+        n_ys = len(self.result_avals) - n_carry
+        body_avals = [body.avals[v] for v in body.inputs[n_consts:n_xs]]
+        keep_ys = list(self.keep[n_carry:])
+
+        def solve(carry: Sequence[Sharding], pin: bool, ys: Any) -> Solved:
+            fixed = list(carry) if pin else [None] * n_carry
+            carried = [_union(w, c) for w, c in zip(wants, carry, strict=False)]
+            return self.solve(
+                body,
+                (*consts, *carry, *inner_xs),
+                (*fixed, *ys),
+                (*carried, *wants[n_carry:]),
+                (*(self.size(a) < self.small for a in body_avals), *keep_ys),
+                self.phase,
+            )
+
+        free_ys: list[Sharding | None] = [None] * n_ys
+        carry = self.carries(
+            range(n_consts, n_xs), lambda c: solve(c, False, free_ys), wants
+        )
+        solved = solve(carry, True, free_ys)
+        ys = solved.plan.output_shardings[n_carry:]
+        if any(_has_flat(y) for y in ys):
+            free_ys = [_without_flat(y) if _has_flat(y) else None for y in ys]
+            solved = solve(carry, True, free_ys)
+            ys = solved.plan.output_shardings[n_carry:]
+        out = (*carry, *(_shift(y, 1) for y in ys))
+        back = tuple(
+            w if i < n_xs else _shift_wants(w, 1) for i, w in enumerate(solved.wants)
+        )
+        return Decision((*consts, *carry, *xs), out, out, (), (solved.plan,), back)
+
+    def scanned(self, i: int) -> Sharding:
+        """Sharding of a scanned operand: each iteration needs a slice of dimension 0."""
+        state, shape = self.entering(i), self.operand_avals[i].shape
+        for axis, split in enumerate(state):
+            if not isinstance(split, Split) or split.dim not in (0, FLAT):
+                continue
+            state = on_axis(state, axis, None)
+            for dim in range(1, len(shape)):
+                other = Split(dim, split.stored)
+                whole = shape[dim] % self.axes.sizes[axis] == 0
+                if whole and can_split(shape, state, axis, other, self.axes):
+                    state = on_axis(state, axis, other)
+                    break
+        return state
+
+    # while
+
+    def loop(self) -> Decision:
+        test, body = self.node.bodies
+        n_test, n_body = self.node.counts
+        start = n_test + n_body
+        consts = [self.entering(i) for i in range(start)]
+        nothing = [self.no_wants] * len(self.wants)
+
+        def solve(carry: Sequence[Sharding], pin: bool) -> Solved:
+            fixed = carry if pin else [None] * len(carry)
+            return self.solve(
+                body,
+                (*consts[n_test:], *carry),
+                tuple(fixed),
+                tuple(_union(w, c) for w, c in zip(self.wants, carry, strict=True)),
+                (False,) * len(carry),
+                self.phase,
+            )
+
+        carry = self.carries(
+            range(start, len(self.states)), lambda c: solve(c, False), self.wants, False
+        )
+        solved = solve(carry, True)
+        tested = self.solve(
+            test,
+            (*consts[:n_test], *carry),
+            (self.axes.replicated,),
+            nothing[:1],
+            (False,),
+            self.phase,
+        )
+        wants = (*tested.wants[:n_test], *solved.wants)
+        plans = (tested.plan, solved.plan)
+        return Decision((*consts, *carry), carry, carry, (), plans, wants)
+
+    def carries(
+        self,
+        positions: range,
+        solve: Callable[[Sequence[Sharding]], Solved],
+        wants: Sequence[Wants],
+        may_sum: bool = True,
+    ) -> tuple[Sharding, ...]:
+        """The fixpoint of the carries' shardings, from their initial ones.
+
+        A carry that starts replicated may become split or, if small, a sum whose terms
+        stay on their devices until after the loop. It changes at most twice, so that the
+        fixpoint ends; whatever it ends at is correct, since the body's results are moved
+        back to it.
+        """
+        carry = []
+        for position, want in zip(positions, wants, strict=False):
+            state, aval = self.states[position], self.operand_avals[position]
+            may_stay = may_sum and self.size(aval) < self.small
+            if not may_stay:
+                state = reduced(state, want, aval, self.axes)
+            if all(s is None for s in state):
+                state = reduced_to_wanted(state, want, aval, self.axes)
+            carry.append(state)
+        history: list[set[AxisSharding]] = [
+            set(s) for s in carry for _ in range(1)
+        ]
+        for _ in range(CARRY_ROUNDS):
+            made = solve(carry).plan.output_shardings
+            joined = []
+            for k, position in enumerate(positions):
+                aval = self.operand_avals[position]
+                may_stay = may_sum and self.size(aval) < self.small
+                joined.append(
+                    self.join(carry[k], made[k], wants[k], aval, may_stay, history[k])
+                )
+            if joined == carry:
+                break
+            carry = joined
+        return tuple(carry)
+
+    def join(
+        self,
+        old: Sharding,
+        new: Sharding,
+        wants: Wants,
+        aval: Any,
+        may_stay: bool,
+        history: set[AxisSharding],
+    ) -> Sharding:
+        """One carry's sharding for the next round."""
+        out = old
+        for axis, (a, b) in enumerate(zip(old, new, strict=True)):
+            if a == b:
+                continue
+            state: AxisSharding = a
+            if isinstance(a, Unreduced):
+                state = None
+            elif a is None and isinstance(b, Unreduced):
+                fresh = b not in history
+                state = b if may_stay and fresh else _preferred(wants[axis])
+            elif a is None:
+                state = b
+            elif isinstance(b, Split) and a.stored and not b.stored:
+                state = b
+            fits = not isinstance(state, Split) or can_split(
+                aval.shape, on_axis(out, axis, None), axis, state, self.axes
+            )
+            revisits = state in history and state is not None
+            state = state if fits and (state == a or not revisits) else None
+            if state is not None:
+                history.add(state)
+            out = on_axis(out, axis, state)
+        return out
+
+    # cond
+
+    def branch(self) -> Decision:
+        index = self.axes.replicated
+        operands = tuple(self.entering(i) for i in range(1, len(self.states)))
+        count = len(self.result_avals)
+
+        def solve(required: Sequence[Sharding | None]) -> list[Solved]:
+            return [
+                self.solve(
+                    body, operands, required, self.wants, (False,) * count, self.phase
+                )
+                for body in self.node.bodies
+            ]
+
+        free = solve([None] * count)
+        joined = tuple(
+            self.join_branches([s.plan.output_shardings[j] for s in free])
+            for j in range(count)
+        )
+        solved = solve(joined)
+        wants = [
+            tuple(frozenset().union(*sets) for sets in zip(*each, strict=True))
+            for each in zip(*(s.wants for s in solved), strict=True)
+        ]
+        whole = tuple(frozenset({None}) for _ in self.axes.names)
+        return Decision(
+            (index, *operands),
+            joined,
+            joined,
+            (),
+            tuple(s.plan for s in solved),
+            (whole, *wants),
+        )
+
+    def join_branches(self, shardings: Sequence[Sharding]) -> Sharding:
+        """Split as all branches that split agree; a replicated branch takes its block."""
+        out = []
+        for states in zip(*shardings, strict=True):
+            splits = {s for s in states if isinstance(s, Split)}
+            out.append(splits.pop() if len(splits) == 1 else None)
+        return tuple(out)
+
+
+def reduced(state: Sharding, wants: Wants, aval: Any, axes: Axes) -> Sharding:
+    """`state` with unreduced axes split as wanted, or else replicated."""
+    out = state
+    for axis, s in enumerate(state):
+        if isinstance(s, Unreduced):
+            out = on_axis(out, axis, None)
+            split = _preferred(wants[axis])
+            if split and can_split(aval.shape, out, axis, split, axes):
+                out = on_axis(out, axis, split)
+    return out
+
+
+def reduced_to_wanted(
+    state: Sharding, wants: Wants, aval: Any, axes: Axes
+) -> Sharding:
+    """A replicated `state`, split as its consumers want it if none wants it whole."""
+    for axis, opinions in enumerate(wants):
+        split = _preferred(opinions)
+        if split is None or None in opinions:
+            continue
+        if can_split(aval.shape, state, axis, split, axes):
+            state = on_axis(state, axis, split)
+    return state
+
+
+def _preferred(opinions: frozenset[Split | None]) -> Split | None:
+    """The split that most of a value's cost hangs on: a stored one before a batch one."""
+    splits = [s for s in opinions if s is not None]
+    return min(splits, key=lambda s: (not s.stored, s.dim)) if splits else None
+
+
+def _union(wants: Wants, state: Sharding) -> Wants:
+    return tuple(
+        w | {s} if isinstance(s, Split) else w
+        for w, s in zip(wants, state, strict=True)
+    )
+
+
+def _shift(state: Sharding, by: int) -> Sharding:
+    """Sharding of a slice of (`by=-1`), or of a stack of (`by=1`), such values."""
+    return tuple(
+        Split(s.dim + by, s.stored) if isinstance(s, Split) else s for s in state
+    )
+
+
+def _shift_wants(wants: Wants, by: int) -> Wants:
+    return tuple(
+        frozenset(
+            None if s is None else Split(s.dim + by, s.stored)
+            for s in opinions
+            if s is None or (s.dim != FLAT and s.dim + by >= 0)
+        )
+        for opinions in wants
+    )
+
+
+def _has_flat(state: Sharding) -> bool:
+    return any(isinstance(s, Split) and s.dim == FLAT for s in state)
+
+
+def _without_flat(state: Sharding) -> Sharding:
+    return tuple(
+        None if isinstance(s, Split) and s.dim == FLAT else s for s in state
+    )

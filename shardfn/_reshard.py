@@ -1,0 +1,183 @@
+"""From one sharding of a value to another: which moves, in what order, at what cost.
+
+In: two shardings and the value's shape. Out: a path of shardings in which neighbours
+differ on one mesh axis; each step of it is one move, and `move_of` names it.
+"""
+
+import math
+from collections.abc import Sequence
+
+from shardfn._sharding import (
+    FLAT,
+    Axes,
+    Sharding,
+    Split,
+    Unreduced,
+    axes_of,
+    is_flat,
+    local_shape,
+    on_axis,
+    parts_of,
+    stored_shape,
+)
+
+COMMUNICATES = ("all_gather", "psum_scatter", "all_to_all", "all_reduce")
+
+
+def can_split(
+    shape: Sequence[int], sharding: Sharding, axis: int, split: Split, axes: Axes
+) -> bool:
+    """Whether a value with `sharding` can also be split by `split` along `axis`.
+
+    Only stored values may be padded, and only along one mesh axis.
+    """
+    if split.dim == FLAT:
+        others = on_axis(sharding, axis, None)
+        return not any(isinstance(s, Split) for s in others) and math.prod(shape) > 0
+    if split.dim >= len(shape) or is_flat(on_axis(sharding, axis, None)):
+        return False
+    parts = parts_of(on_axis(sharding, axis, None), split.dim, axes)
+    size, count = shape[split.dim], axes.sizes[axis]
+    if size and size % (parts * count) == 0:
+        return True
+    return split.stored and parts == 1 and size >= count
+
+
+def reshard_path(
+    start: Sharding, end: Sharding, shape: Sequence[int], axes: Axes
+) -> tuple[Sharding, ...]:
+    """The shardings to go through from `start` to `end`, both included.
+
+    Moves that shrink the value come first and gathers last, so that a gradient over two
+    axes is reduce-scattered over one and then all-reduced over the other as a shard.
+    """
+    path = [start]
+    while path[-1] != end:
+        path.append(_next(path[-1], end, shape, axes))
+    return tuple(path)
+
+
+def _next(now: Sharding, end: Sharding, shape: Sequence[int], axes: Axes) -> Sharding:
+    steps = (_shrink, _mark_terms, _reduce, _gather)
+    return next(s for s in (step(now, end, shape, axes) for step in steps) if s)
+
+
+def _shrink(
+    now: Sharding, end: Sharding, shape: Sequence[int], axes: Axes
+) -> Sharding | None:
+    """Scatters, slices, or exchanges one axis towards its final split, if it may."""
+    for axis in range(len(axes.names)):
+        state, goal = now[axis], end[axis]
+        if not isinstance(goal, Split) or state == goal:
+            continue
+        if isinstance(state, Split):
+            if state.dim == goal.dim:
+                return on_axis(now, axis, goal)
+            if not _can_exchange(now, axis, state, goal, shape, axes):
+                continue
+        if isinstance(state, Unreduced) and state.op != "sum":
+            continue
+        done = tuple(a for a in axes_of(end, goal.dim) if a < axis)
+        present = axes_of(on_axis(now, axis, None), goal.dim)
+        flat_conflict = (goal.dim == FLAT) != is_flat(now) and any(
+            isinstance(s, Split) for s in on_axis(now, axis, None)
+        )
+        if present == done and not flat_conflict:
+            return on_axis(now, axis, goal)
+    return None
+
+
+def _can_exchange(
+    now: Sharding,
+    axis: int,
+    state: Split,
+    goal: Split,
+    shape: Sequence[int],
+    axes: Axes,
+) -> bool:
+    """Whether an all-to-all can move the split of `axis` to another dimension."""
+    if FLAT in (state.dim, goal.dim) or axes_of(now, state.dim) != (axis,):
+        return False
+    count = axes.sizes[axis]
+    local = local_shape(shape, on_axis(now, axis, None), axes)
+    return shape[state.dim] % count == 0 and local[goal.dim] % count == 0
+
+
+def _mark_terms(
+    now: Sharding, end: Sharding, shape: Sequence[int], axes: Axes
+) -> Sharding | None:
+    """Turns a replicated value into terms of a sum: itself on one device, else zero."""
+    for axis, (state, goal) in enumerate(zip(now, end, strict=True)):
+        if state is None and isinstance(goal, Unreduced):
+            return on_axis(now, axis, goal)
+    return None
+
+
+def _reduce(
+    now: Sharding, end: Sharding, shape: Sequence[int], axes: Axes
+) -> Sharding | None:
+    for axis, (state, goal) in enumerate(zip(now, end, strict=True)):
+        if isinstance(state, Unreduced) and state != goal:
+            return on_axis(now, axis, None)
+    return None
+
+
+def _gather(
+    now: Sharding, end: Sharding, shape: Sequence[int], axes: Axes
+) -> Sharding | None:
+    """Gathers the most minor axis of a dimension whose split is not the final one."""
+    for axis in reversed(range(len(axes.names))):
+        state = now[axis]
+        if not isinstance(state, Split) or axes_of(now, state.dim)[-1] != axis:
+            continue
+        if any(now[a] != end[a] for a in axes_of(now, state.dim)) or any(
+            a not in axes_of(now, state.dim) for a in axes_of(end, state.dim)
+        ):
+            return on_axis(now, axis, None)
+    return None
+
+
+def move_of(before: Sharding, after: Sharding) -> tuple[str, int]:
+    """Name of the move between two neighbours of a path, and the mesh axis it is over."""
+    axis = next(
+        a for a, (b, c) in enumerate(zip(before, after, strict=True)) if b != c
+    )
+    state, goal = before[axis], after[axis]
+    if isinstance(state, Unreduced):
+        return ("psum_scatter" if isinstance(goal, Split) else "all_reduce"), axis
+    if isinstance(state, Split):
+        if isinstance(goal, Split):
+            same = state.dim == goal.dim
+            return ("relabel" if same else "all_to_all"), axis
+        return "all_gather", axis
+    return ("slice" if isinstance(goal, Split) else "mask"), axis
+
+
+def move_elements(
+    before: Sharding, after: Sharding, shape: Sequence[int], axes: Axes
+) -> int:
+    """Elements of the larger side of a move on one device, padding included."""
+    op, axis = move_of(before, after)
+    if op == "psum_scatter":
+        scattered = stored_shape(shape, after, axes)
+        parts = math.prod(
+            axes.sizes[a]
+            for a, s in enumerate(after)
+            if isinstance(s, Split) and a != axis
+        )
+        return math.prod(scattered) // parts
+    if op == "all_gather":
+        return math.prod(local_shape(shape, before, axes)) * axes.sizes[axis]
+    return math.prod(local_shape(shape, before, axes))
+
+
+def wire_elements(
+    before: Sharding, after: Sharding, shape: Sequence[int], axes: Axes
+) -> float:
+    """Elements that each device sends in a move, by a ring over the mesh axis."""
+    op, axis = move_of(before, after)
+    if op not in COMMUNICATES:
+        return 0.0
+    n = axes.sizes[axis]
+    trips = 2 if op == "all_reduce" else 1
+    return trips * move_elements(before, after, shape, axes) * (n - 1) / n
