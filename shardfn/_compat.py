@@ -154,3 +154,8 @@ def primitives(*names: str) -> tuple[Primitive, ...]:
     """The primitives of these names; names that this JAX does not have are left out."""
     known = _primitives_by_name()
     return tuple(known[name] for name in names if name in known)
+
+
+def beta_types_vary() -> bool:
+    """Whether `lax.betainc` runs on values that vary over a manual mesh axis."""
+    return jax.__version_info__ >= (0, 12)

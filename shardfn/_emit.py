@@ -17,6 +17,7 @@ from jax import lax
 
 from shardfn import _compat
 from shardfn._collectives import run_move, varying
+from shardfn._padding import is_inside
 from shardfn._plan import Apply, BodyPlan, Ref, Reshard
 from shardfn._program import Node, Program, aval_of
 from shardfn._rule import LocalOp, OpShardingRule, rule_of, run_local
@@ -252,9 +253,7 @@ def _masked(
                 continue
         if size % count == 0:
             continue
-        start = lax.axis_index(names) * x.shape[dim]
-        index = lax.broadcasted_iota(jnp.int32, x.shape, dim)
-        inside = start + index < size
+        inside = is_inside(x.shape, dim, size, names)
         x = jnp.where(inside, x, neutral(reducer, x.dtype))
     return x
 

@@ -1,0 +1,159 @@
+"""What the arguments of a step mean: which leaves are state, how the batch is split.
+
+In: the arguments of a call, arrays or `ShapeDtypeStruct`s. Out: their avals, paths and
+shardings, or an error that names the leaf.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+from jax.tree_util import keystr, tree_flatten_with_path
+
+from shardfn._errors import ShardingError, call_site
+from shardfn._padding import logical_shape
+from shardfn._sharding import Axes, Sharding, Split, on_axis
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One leaf of an argument: its tree path and its aval, on logical shapes."""
+
+    path: tuple[Any, ...]
+    aval: jax.ShapeDtypeStruct
+
+    @property
+    def name(self) -> str:
+        return path_name(self.path)
+
+
+def path_name(path: Sequence[Any]) -> str:
+    """A tree path as people write it: `params/layers/kernel`."""
+    return keystr(tuple(path), simple=True, separator="/")
+
+
+def leaves_of(tree: tuple[Any, ...], what: str) -> tuple[list[Leaf], Any]:
+    """The leaves of some arguments, on logical shapes, and their tree structure.
+
+    Paths start with the argument's number unless there is only one argument.
+    """
+    flat, treedef = tree_flatten_with_path(tree)
+    skip = 1 if len(tree) == 1 else 0
+    leaves = [Leaf(p[skip:], abstract(leaf, p[skip:], what)) for p, leaf in flat]
+    return leaves, treedef
+
+
+def abstract(leaf: Any, path: Sequence[Any], what: str) -> jax.ShapeDtypeStruct:
+    """The aval of one leaf, which may be an array, a scalar or a `ShapeDtypeStruct`."""
+    if isinstance(leaf, jax.Array):
+        shape = logical_shape(leaf) or leaf.shape
+        weak = leaf.weak_type  # pyright: ignore[reportAttributeAccessIssue]
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, weak_type=weak)
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type)
+    if isinstance(leaf, (bool, int, float, complex, np.ndarray, np.generic)):
+        aval = jax.eval_shape(lambda x: x, leaf)
+        weak = isinstance(leaf, (bool, int, float, complex)) and not isinstance(
+            leaf, (bool, np.generic)
+        )
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak)
+    raise ShardingError(
+        f"{what} leaf '{path_name(path)}' is a {type(leaf).__name__}, not an array.\n"
+        f"  the step was called at {call_site()}\n"
+        "Pass arrays, numbers or ShapeDtypeStructs; keep functions and other static "
+        "parts outside, for example with functools.partial or eqx.partition."
+    )
+
+
+def batch_shardings(
+    batch: Sequence[Any], leaves: Sequence[Leaf], spec: Any, axes: Axes
+) -> tuple[Sharding, ...]:
+    """How every batch leaf is split.
+
+    Args:
+      batch: the arguments that are not state.
+      leaves: their leaves, in order.
+      spec: the caller's `batch_spec`, or None.
+      axes: the mesh axes; the batch is split over all of them.
+
+    Returns:
+      One sharding per leaf: dimension 0 split unless `spec` says otherwise; scalars and
+      PRNG keys replicated.
+    """
+    specs: list[PartitionSpec | None] = []
+    whole = batch[0] if len(batch) == 1 and not isinstance(spec, tuple) else tuple(batch)
+    _match(spec, whole, specs)
+    return tuple(
+        _batch_leaf(leaf, one, axes) for leaf, one in zip(leaves, specs, strict=True)
+    )
+
+
+def _match(spec: Any, tree: Any, out: list[PartitionSpec | None]) -> None:
+    """One spec per leaf of `tree`; `spec` is a prefix of it that may leave keys out."""
+    if spec is None or isinstance(spec, PartitionSpec):
+        out.extend([spec] * len(jax.tree.leaves(tree)))
+        return
+    children = tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)[0]
+    named = {path[0]: child for path, child in children}
+    wanted = tree_flatten_with_path(
+        spec, is_leaf=lambda x: x is not spec or x is None
+    )[0]
+    specs = {path[0]: child for path, child in wanted}
+    unknown = [path_name([key]) for key in specs if key not in named]
+    if unknown:
+        raise ShardingError(
+            f"batch_spec names {unknown}, but the batch has "
+            f"{[path_name([key]) for key in named]}.\n"
+            f"  the step was called at {call_site()}"
+        )
+    for key, child in named.items():
+        _match(specs.get(key), child, out)
+
+
+def _batch_leaf(leaf: Leaf, spec: PartitionSpec | None, axes: Axes) -> Sharding:
+    shape = leaf.aval.shape
+    if spec is None:
+        dims = {} if _is_whole(leaf.aval) else dict.fromkeys(axes.names, 0)
+    else:
+        dims = {
+            name: dim
+            for dim, entry in enumerate(spec)
+            for name in (entry if isinstance(entry, tuple) else (entry,))
+            if name in axes.names
+        }
+    sharding = axes.replicated
+    for axis, name in enumerate(axes.names):
+        if name in dims and axes.sizes[axis] > 1:
+            sharding = on_axis(sharding, axis, Split(dims[name]))
+    for dim in set(dims.values()):
+        over = [a for a, n in enumerate(axes.names) if dims.get(n) == dim]
+        count = math.prod(axes.sizes[a] for a in over)
+        if dim >= len(shape) or shape[dim] % count:
+            _refuse(leaf, dim, count, [axes.names[a] for a in over])
+    return sharding
+
+
+def _is_whole(aval: jax.ShapeDtypeStruct) -> bool:
+    """Scalars and PRNG keys, typed or raw, are the same on every device."""
+    is_key = jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)
+    is_raw_key = aval.dtype == np.uint32 and aval.shape in ((2,), (4,))
+    return not aval.shape or is_key or is_raw_key
+
+
+def _refuse(leaf: Leaf, dim: int, count: int, names: Sequence[str]) -> None:
+    rows = leaf.aval.shape[dim] if dim < len(leaf.aval.shape) else 0
+    unit = "rows" if dim == 0 else f"elements in dimension {dim}"
+    axis = " x ".join(f"'{n}'" for n in names)
+    key = leaf.path[-1] if leaf.path else None
+    name = getattr(key, "key", None) or leaf.name
+    raise ShardingError(
+        f"batch leaf '{leaf.name}' has {rows} {unit}, which {count} devices on mesh "
+        f"axis {axis} cannot split evenly.\n"
+        f"  the step was called at {call_site()}\n"
+        f"Pad the batch to {-(-max(rows, 1) // count) * count} {unit} and mask the loss,"
+        f" or pass batch_spec={{{str(name)!r}: P()}} to replicate it."
+    )

@@ -1,0 +1,127 @@
+"""From a plain step and the avals of its arguments to a planned step, and its listing.
+
+In: the step, leaves of its state and batch with their shardings. Out: `Planned`, which
+emit can run, and from it the `Plan` that people read.
+"""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from shardfn._arguments import Leaf
+from shardfn._describe import fingerprint_of, make_plan
+from shardfn._emit import emit
+from shardfn._errors import ShardingError, UnsupportedPrimitiveWarning
+from shardfn._padding import zero_padding
+from shardfn._plan import BodyPlan, Collective, Plan
+from shardfn._program import Program, aval_of, make_program
+from shardfn._propagate import propagate
+from shardfn._schedule import schedule
+from shardfn._sharding import Axes, Sharding, stored_shape
+from shardfn._trace import Traced
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A traced and planned step. Its arguments are the state's leaves, then the batch's.
+
+    Attributes:
+      traced: the traced step.
+      program: the same as a program.
+      body: its plan.
+      state: leaves of the state.
+      stored: their shardings.
+      axes: the mesh axes.
+    """
+
+    traced: Traced
+    program: Program
+    body: BodyPlan
+    state: tuple[Leaf, ...]
+    stored: tuple[Sharding, ...]
+    axes: Axes
+
+    def run(self, *args: jax.Array) -> list[jax.Array]:
+        """Runs the step on local blocks, inside `shard_map`."""
+        out = emit(self.program, self.body, args, self.axes)
+        for j, (leaf, sharding) in enumerate(zip(self.state, self.stored, strict=True)):
+            out[j] = zero_padding(out[j], leaf.aval.shape, sharding, self.axes)
+        return out
+
+
+def plan_traced(
+    traced: Traced,
+    state: tuple[Leaf, ...],
+    stored: tuple[Sharding, ...],
+    batch: Sequence[Sharding],
+    axes: Axes,
+    min_size: int,
+) -> Planned:
+    """Plans a traced step.
+
+    Args:
+      traced: the step, its arguments the state's leaves and then the batch's.
+      state: leaves of the state.
+      stored: their shardings, of the old state and of the new.
+      batch: shardings of the batch's leaves.
+      axes: the mesh axes.
+      min_size: elements below which a value counts as small.
+
+    Returns:
+      The planned step.
+    """
+    program = make_program(traced.jaxpr)
+    others = program.outputs[len(stored) :]
+    required: list[Sharding | None] = [*stored, *[None] * len(others)]
+    body = propagate(program, (*stored, *batch), required, axes, min_size)
+    for j, atom in enumerate(others, start=len(stored)):
+        sharding, shape = body.output_shardings[j], aval_of(program, atom).shape
+        if stored_shape(shape, sharding, axes) != tuple(shape):
+            required[j] = axes.replicated
+    if any(r is not None for r in required[len(stored) :]):
+        body = propagate(program, (*stored, *batch), required, axes, min_size)
+    return Planned(
+        traced, program, schedule(program, body, axes), state, stored, axes
+    )
+
+
+def describe(planned: Planned, *, fingerprint: bool = True) -> Plan:
+    """The plan of a planned step, with every collective listed.
+
+    Args:
+      planned: the step.
+      fingerprint: whether to hash the traced program, which comparing plans needs.
+
+    Returns:
+      The plan.
+    """
+    names = [leaf.name for leaf in planned.state]
+    program, jaxpr = planned.program, planned.traced.jaxpr
+    return make_plan(
+        program,
+        planned.body,
+        planned.axes,
+        [*names, *[""] * (len(program.inputs) - len(names))],
+        [*names, *[""] * (len(program.outputs) - len(names))],
+        fingerprint_of(jaxpr, jaxpr.consts) if fingerprint else "",
+    )
+
+
+def check_fallbacks(planned: Planned, strict: bool) -> None:
+    """Warns once per primitive and line that runs on gathered operands, or refuses it."""
+    lines: dict[tuple[str, str], list[Collective]] = {}
+    for line in describe(planned, fingerprint=False).fallbacks:
+        lines.setdefault((line.fallback, line.place), []).append(line)
+    for (primitive, place), group in lines.items():
+        sent = sum(line.total_bytes for line in group)
+        message = (
+            f"primitive '{primitive}' has no op sharding rule, so its operands are "
+            f"gathered: {sent} bytes per device and step.\n  at {place}\n"
+            "Register one with shardfn.register_rule, or accept the cost."
+        )
+        if strict:
+            raise ShardingError(f"{message} strict=True refuses it.")
+        warnings.warn(message, UnsupportedPrimitiveWarning, stacklevel=2)

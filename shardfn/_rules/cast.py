@@ -1,0 +1,126 @@
+"""Rules of ops that read the same bytes under another type or another annotation.
+
+In: an equation whose result is its operand, reinterpreted or moved. Out: its rule.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import JaxprEqn
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from shardfn._compat import primitives
+from shardfn._rule import (
+    LocalOp,
+    OpShardingRule,
+    factor_names,
+    make_rule,
+    register_rule,
+)
+from shardfn._rules._names import fresh_names, result_shape, shape_of, take
+from shardfn._rules.elementwise import elementwise_rule
+
+
+@register_rule(*primitives("bitcast_convert_type"))
+def _bitcast_convert_type(eqn: JaxprEqn) -> OpShardingRule:
+    """`a -> a`, `a -> a b  whole={b}` to a narrower and `a b -> a` to a wider dtype."""
+    shape, result = shape_of(eqn), result_shape(eqn)
+    names = factor_names(max(len(shape), len(result)))
+    common = min(len(shape), len(result))
+    return make_rule(
+        eqn,
+        [names[: len(shape)]],
+        [names[: len(result)]],
+        whole=names[common:],
+        flat=shape == result,
+    )
+
+
+def _constraint_local(op: LocalOp, operand: jax.Array) -> Sequence[jax.Array]:
+    """Keeps the part of the constraint that is about the mesh's automatic axes."""
+    sharding = op.eqn.params["sharding"]
+    mesh = jax.sharding.get_abstract_mesh()
+    if not isinstance(sharding, NamedSharding):
+        return [operand]
+    spec = [_only(entry, mesh.auto_axes) for entry in sharding.spec]
+    if all(entry is None or entry is P.UNCONSTRAINED for entry in spec):
+        return [operand]
+    local = NamedSharding(mesh, P(*spec))
+    return [jax.lax.with_sharding_constraint(operand, local)]
+
+
+def _only(entry: Any, axes: Sequence[str]) -> Any:
+    """The mesh axes of one PartitionSpec entry that stand in `axes`."""
+    if entry is None or entry is P.UNCONSTRAINED:
+        return entry
+    kept = tuple(
+        a for a in ((entry,) if isinstance(entry, str) else entry) if a in axes
+    )
+    return kept or None
+
+
+@register_rule(*primitives("sharding_constraint"), local=_constraint_local)
+def _sharding_constraint(eqn: JaxprEqn) -> OpShardingRule:
+    """`a b -> a b`: the split of each dimension is propagated, not taken from here."""
+    rule = elementwise_rule(eqn, "each")
+    return make_rule(eqn, rule.operands, rule.results, linear="each")
+
+
+@register_rule(*primitives("layout_constraint"))
+def _layout_constraint(eqn: JaxprEqn) -> OpShardingRule:
+    """`a b -> a b`."""
+    rule = elementwise_rule(eqn, "each")
+    return make_rule(eqn, rule.operands, rule.results, linear="each")
+
+
+def _device_put_local(op: LocalOp, *operands: jax.Array) -> Sequence[jax.Array]:
+    """Moves blocks between memories. Devices are those of the mesh."""
+    spaces = map(_memory_space, op.eqn.params["devices"])
+    return [
+        x if space is None else jax.device_put(x, space)
+        for x, space in zip(operands, spaces, strict=True)
+    ]
+
+
+def _memory_space(target: Any) -> jax.memory.Space | None:
+    if isinstance(target, jax.memory.Space):
+        return target
+    kind = getattr(target, "memory_kind", None)
+    if kind is None or not isinstance(target, jax.sharding.Sharding):
+        return None
+    return jax.memory.Space.Host if kind.endswith("host") else jax.memory.Space.Device
+
+
+@register_rule(*primitives("device_put"), local=_device_put_local)
+def _device_put(eqn: JaxprEqn) -> OpShardingRule:
+    """`a b, a b, c -> a b, a b, c`: a factor must stand in every result to be split."""
+    return _passed_through(eqn)
+
+
+@register_rule(*primitives("optimization_barrier"))
+def _optimization_barrier(eqn: JaxprEqn) -> OpShardingRule:
+    """`a b, a b, c -> a b, a b, c`: a factor must stand in every result to be split."""
+    return _passed_through(eqn)
+
+
+def _passed_through(eqn: JaxprEqn) -> OpShardingRule:
+    """Result i is operand i. Operands of one shape share their factors."""
+    names = fresh_names()
+    known: dict[tuple[int, ...], tuple[str, ...]] = {}
+    shapes = [shape_of(eqn, i) for i in range(len(eqn.invars))]
+    for shape in shapes:
+        if shape not in known:
+            known[shape] = take(names, len(shape))
+    dims = [known[shape] for shape in shapes]
+    whole = {f for f in itertools.chain(*dims) if any(f not in d for d in dims)}
+    return make_rule(
+        eqn,
+        dims,
+        dims,
+        whole=whole,
+        linear="all",
+        flat=len(known) == 1 and () not in known,
+    )

@@ -1,0 +1,178 @@
+"""Where arrays live: placing states and batches on the mesh, and taking them back.
+
+In: pytrees as users hold them. Out: leaves on logical shapes, and arrays as stored.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+
+from shardfn._arguments import Leaf, leaves_of
+from shardfn._errors import ShardingError, call_site
+from shardfn._padding import remember, to_stored, to_whole
+from shardfn._partition import partition
+from shardfn._sharding import Axes, Sharding, partition_spec, stored_shape
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """How states are stored on a mesh.
+
+    `shapes` remembers the logical shapes of the padded states it has seen, by structure
+    and stored shapes: a state that went through `jax.tree.map` is still recognised.
+    """
+
+    mesh: Mesh
+    axes: Axes
+    min_size: int
+    shapes: dict[tuple[Any, Shapes], Shapes] = field(default_factory=dict)
+
+    def named(self, sharding: Sharding) -> NamedSharding:
+        return NamedSharding(self.mesh, partition_spec(sharding, self.axes))
+
+    def partition(self, leaves: Sequence[Leaf]) -> tuple[Sharding, ...]:
+        """The stored sharding of every leaf."""
+        return partition(
+            [leaf.path for leaf in leaves],
+            [leaf.aval for leaf in leaves],
+            self.axes,
+            self.min_size,
+        )
+
+    def leaves(self, states: tuple[Any, ...]) -> tuple[tuple[Leaf, ...], Any]:
+        """The leaves of whole or stored states on logical shapes, and their structure."""
+        leaves, treedef = leaves_of(states, "state")
+        shapes = tuple(leaf.aval.shape for leaf in leaves)
+        known = self.shapes.get((treedef, shapes))
+        if known is not None:
+            leaves = [
+                Leaf(leaf.path, _reshaped(leaf.aval, shape))
+                for leaf, shape in zip(leaves, known, strict=True)
+            ]
+            return tuple(leaves), treedef
+        stored = tuple(self.stored_aval(leaf, s).shape for leaf, s in self.each(leaves))
+        if stored != shapes:
+            self.shapes[treedef, stored] = shapes
+        return tuple(leaves), treedef
+
+    def each(self, leaves: Sequence[Leaf]) -> list[tuple[Leaf, Sharding]]:
+        return list(zip(leaves, self.partition(leaves), strict=True))
+
+    def stored_aval(self, leaf: Leaf, sharding: Sharding) -> jax.ShapeDtypeStruct:
+        """Shape, dtype and sharding of the array that stores a leaf."""
+        return jax.ShapeDtypeStruct(
+            stored_shape(leaf.aval.shape, sharding, self.axes),
+            leaf.aval.dtype,
+            weak_type=leaf.aval.weak_type,
+            sharding=self.named(sharding),
+        )
+
+    def place(
+        self, states: tuple[Any, ...]
+    ) -> tuple[list[jax.Array], tuple[Leaf, ...], Any]:
+        """The states' leaves as stored; those that are not stored so yet are moved.
+
+        Args:
+          states: pytrees of arrays, whole or stored.
+
+        Returns:
+          The stored arrays, the leaves on logical shapes, and the tree structure.
+
+        Raises:
+          ShardingError: a leaf has no values, or its buffer was donated.
+        """
+        leaves, treedef = self.leaves(states)
+        arrays = jax.tree.leaves(states)
+        for x, leaf in zip(arrays, leaves, strict=True):
+            _check_values(x, leaf)
+        placed = [
+            self.place_leaf(x, leaf, sharding)
+            for x, (leaf, sharding) in zip(arrays, self.each(leaves), strict=True)
+        ]
+        return placed, leaves, treedef
+
+    def place_leaf(self, x: Any, leaf: Leaf, sharding: Sharding) -> jax.Array:
+        is_traced = isinstance(x, jax.core.Tracer)
+        named = self.named(sharding)
+        is_placed = isinstance(x, jax.Array) and not is_traced and x.sharding == named
+        if is_placed and x.shape == self.stored_aval(leaf, sharding).shape:
+            return x
+        if jnp.shape(x) == leaf.aval.shape:
+            x = to_stored(jnp.asarray(x), sharding, self.axes)
+        if is_traced:
+            return x
+        if isinstance(x, jax.Array):
+            x = jnp.copy(x)  # donating the placed leaf must not take the caller's buffer
+        x = jax.device_put(x, named)
+        self.remember([x], [leaf])
+        return x
+
+    def remember(self, arrays: Sequence[jax.Array], leaves: Sequence[Leaf]) -> None:
+        """Notes the logical shapes of padded arrays."""
+        for x, leaf in zip(arrays, leaves, strict=True):
+            if x.shape != leaf.aval.shape and not isinstance(x, jax.core.Tracer):
+                remember(x, leaf.aval.shape)
+
+    def whole(self, states: tuple[Any, ...]) -> Any:
+        """Stored states with every leaf whole on the first device of the mesh."""
+        leaves, treedef = self.leaves(states)
+        device = SingleDeviceSharding(self.mesh.devices.flat[0])
+        arrays = [
+            to_whole(jax.device_put(x, device), leaf.aval.shape, sharding)
+            for x, (leaf, sharding) in zip(
+                jax.tree.leaves(states), self.each(leaves), strict=True
+            )
+        ]
+        return jax.tree.unflatten(treedef, arrays)
+
+    def place_batch(
+        self, batch: Any, leaves: Sequence[Leaf], shardings: Sequence[Sharding]
+    ) -> list[Any]:
+        """The batch's leaves on the mesh; scalars stay as they are."""
+        placed = []
+        for x, leaf, sharding in zip(
+            jax.tree.leaves(batch), leaves, shardings, strict=True
+        ):
+            _check_values(x, leaf, "batch")
+            named = self.named(sharding)
+            is_array = isinstance(x, jax.Array)
+            stays = isinstance(x, jax.core.Tracer) or not leaf.aval.shape
+            if stays or (is_array and x.sharding == named):
+                placed.append(x)
+            else:
+                placed.append(jax.device_put(x, named))
+        return placed
+
+
+def _reshaped(
+    aval: jax.ShapeDtypeStruct, shape: tuple[int, ...]
+) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=aval.weak_type)
+
+
+def _check_values(x: Any, leaf: Leaf, what: str = "state") -> None:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        hint = (
+            "Make the state with step.init(init_fn, ...) or step.shard(state)"
+            if what == "state"
+            else "Pass arrays"
+        )
+        raise ShardingError(
+            f"{what} leaf '{leaf.name}' is a ShapeDtypeStruct, which has no values.\n"
+            f"  the step was called at {call_site()}\n"
+            f"{hint}; only plan, lower and shardings take abstract values."
+        )
+    is_array = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+    if is_array and x.is_deleted():
+        raise ShardingError(
+            f"{what} leaf '{leaf.name}' was donated to an earlier call and is gone.\n"
+            f"  the step was called at {call_site()}\n"
+            "Use the state that the step returned, or pass donate=False to fully_shard "
+            "to keep old states."
+        )
