@@ -60,10 +60,10 @@ def _figures(
 
 
 # GPUs: NVIDIA's data sheets, whose NVLink rates are the sum of both directions and
-# whose rates marked "with sparsity" are twice the dense ones. Networks: the NIC per GPU
-# in the data sheet of that generation's DGX.
-# TPUs: docs.cloud.google.com/tpu/docs/{v5e,v5p,v6e}, whose ICI rates in GBps are the sum
-# of both directions. Data-centre networks there are per host of 8 chips or per chip.
+# whose rates marked "with sparsity" are twice the dense ones. Networks: the NIC per
+# GPU in the data sheet of that generation's DGX.
+# TPUs: docs.cloud.google.com/tpu/docs/{v5e,v5p,v6e}, whose ICI rates in GBps sum up
+# both directions. Data-centre networks there are per host of 8 chips or per chip.
 _FIGURES = {
     # A100 80GB SXM: 312 TFLOPS, 80 GB, 2,039 GB/s, NVLink 600 GB/s; DGX A100 200 Gb/s.
     "a100": _figures(312e12, 80 * GB, 2.039e12, 300e9, 25e9),
@@ -124,7 +124,7 @@ def target(name: str) -> Target:
 
 
 @functools.cache
-def devices(name: str) -> tuple[jax.Device, ...]:
+def devices(name: str) -> tuple[jax.Device, ...]:  # pyright: ignore
     """Devices of a target that is not there: programs compile for them but do not run.
 
     For a TPU target on a machine without a TPU, sets `TPU_SKIP_MDS_QUERY=1` (libtpu
