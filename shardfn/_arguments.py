@@ -51,7 +51,7 @@ def abstract(leaf: Any, path: Sequence[Any], what: str) -> jax.ShapeDtypeStruct:
     """The aval of one leaf, which may be an array, a scalar or a `ShapeDtypeStruct`."""
     if isinstance(leaf, jax.Array):
         shape = logical_shape(leaf) or leaf.shape
-        weak = leaf.weak_type  # pyright: ignore[reportAttributeAccessIssue]
+        weak = getattr(leaf, "weak_type", False)  # PRNG keys have none
         return jax.ShapeDtypeStruct(shape, leaf.dtype, weak_type=weak)
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from shardfn._decide import Decision, Wants
+from shardfn._decide import Decision, Wants, itemsize
 from shardfn._plan import BodyPlan
 from shardfn._program import Node, Program
 from shardfn._reshard import can_split
@@ -24,6 +24,10 @@ from shardfn._sharding import (
 )
 
 CARRY_ROUNDS = 6
+
+LOOP_BYTES = 2**26
+"""What a loop may hold whole, in bytes: the sums it carries unreduced and, by themselves,
+the weights that all of its iterations share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +131,6 @@ class FlowSite:
             w if j < n_carry else _shift_wants(w, -1) for j, w in enumerate(self.wants)
         ]
         n_ys = len(self.result_avals) - n_carry
-        body_avals = [body.avals[v] for v in body.inputs[n_consts:n_xs]]
         keep_ys = list(self.keep[n_carry:])
 
         def solve(carry: Sequence[Sharding], pin: bool, ys: Any) -> Solved:
@@ -138,7 +141,7 @@ class FlowSite:
                 (*consts, *carry, *inner_xs),
                 (*fixed, *ys),
                 (*carried, *wants[n_carry:]),
-                (*(self.size(a) < self.small for a in body_avals), *keep_ys),
+                (*(True for _ in range(n_carry)), *keep_ys),
                 self.phase,
             )
 
@@ -218,32 +221,33 @@ class FlowSite:
     ) -> tuple[Sharding, ...]:
         """The fixpoint of the carries' shardings, from their initial ones.
 
-        A carry that starts replicated may become split or, if small, a sum whose terms
-        stay on their devices until after the loop. It changes at most twice, so that the
-        fixpoint ends; whatever it ends at is correct, since the body's results are moved
-        back to it.
+        A carry that starts replicated may become split, or a sum whose terms stay on their
+        devices until after the loop, if the sums of the loop together are small. It
+        changes at most twice, so that the fixpoint ends; whatever it ends at is correct,
+        since the body's results are moved back to it.
         """
-        carry = []
-        for position, want in zip(positions, wants, strict=False):
-            state, aval = self.states[position], self.operand_avals[position]
-            may_stay = may_sum and self.size(aval) < self.small
-            if not may_stay:
-                state = reduced(state, want, aval, self.axes)
-            if all(s is None for s in state):
-                state = reduced_to_wanted(state, want, aval, self.axes)
-            carry.append(state)
-        history: list[set[AxisSharding]] = [
-            set(s) for s in carry for _ in range(1)
+        avals = [self.operand_avals[i] for i in positions]
+        carry = [self.entering(i) for i in positions]
+        made = solve(carry).plan.output_shardings
+        sums = [
+            k
+            for k, state in enumerate(carry)
+            if any(isinstance(s, Unreduced) for s in made[k])
+            and all(s is None for s in state)
         ]
+        size = sum(self.size(avals[k]) * itemsize(avals[k]) for k in sums)
+        if not may_sum or size > LOOP_BYTES:
+            sums = []
+        for k, (state, aval) in enumerate(zip(carry, avals, strict=True)):
+            if k not in sums and all(s is None for s in state):
+                carry[k] = reduced_to_wanted(state, wants[k], aval, self.axes)
+        history: list[set[AxisSharding]] = [set(s) for s in carry]
         for _ in range(CARRY_ROUNDS):
             made = solve(carry).plan.output_shardings
-            joined = []
-            for k, position in enumerate(positions):
-                aval = self.operand_avals[position]
-                may_stay = may_sum and self.size(aval) < self.small
-                joined.append(
-                    self.join(carry[k], made[k], wants[k], aval, may_stay, history[k])
-                )
+            joined = [
+                self.join(old, new, wants[k], avals[k], k in sums, history[k])
+                for k, (old, new) in enumerate(zip(carry, made, strict=False))
+            ]
             if joined == carry:
                 break
             carry = joined

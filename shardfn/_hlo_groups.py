@@ -39,10 +39,15 @@ def _explicit(text: str) -> Groups:
 
 def _iota(text: str) -> np.ndarray:
     """`[2,4]<=[4,2]T(1,0)`: arange reshaped to the right, transposed, then the left."""
-    left, _, rest = text.partition("<=")
-    right, _, order = rest.partition("T")
-    ids = np.arange(math.prod(integers(right))).reshape(integers(right))
-    return (ids.transpose(integers(order)) if order else ids).reshape(integers(left))
+    left, _, right = text.partition("<=")
+    return _transposed(right).reshape(integers(left))
+
+
+def _transposed(text: str) -> np.ndarray:
+    """`[4,2]T(1,0)`: arange reshaped, then transposed."""
+    sizes, _, order = text.partition("T")
+    ids = np.arange(math.prod(integers(sizes))).reshape(integers(sizes))
+    return ids.transpose(integers(order)) if order else ids
 
 
 def _rows(ids: np.ndarray) -> Groups:
@@ -50,15 +55,17 @@ def _rows(ids: np.ndarray) -> Groups:
 
 
 def _mesh_groups(text: str) -> Groups:
-    """`mesh['a'=2,'b'=4] {'b'}`; `'b':(2)2` is the part of axis b with 2 before it."""
+    """`mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}`, or without device ids.
+
+    `'b':(2)2` is the part of axis b that has 2 before it and 2 itself.
+    """
     match = re.match(r"mesh\[([^\]]*)\](?:, device_ids=\(([^{]*)\))? \{([^}]*)\}", text)
     if not match:
         raise ValueError(f"cannot read the mesh of a collective: {text[:80]!r}.")
     sizes = {n: int(s) for n, s in re.findall(r"'?([^',=]+)'?=(\d+)", match[1])}
     ids = np.arange(math.prod(sizes.values()))
-    if match[2]:
-        listed = match[2]
-        ids = _iota(listed) if "<=" in listed else np.array(integers(listed))
+    if listed := match[2]:
+        ids = _transposed(listed) if "[" in listed else np.array(integers(listed))
     shape, grouped = _split_axes(sizes, match[3])
     order = [d for d in range(len(shape)) if d not in grouped] + grouped
     size = math.prod(shape[d] for d in grouped)

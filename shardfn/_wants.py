@@ -10,6 +10,7 @@ from typing import Any
 
 from shardfn._decide import Decision, Wants, itemsize
 from shardfn._program import Node, Program, aval_of
+from shardfn._reshard import can_split
 from shardfn._rule import OpShardingRule
 from shardfn._sharding import FLAT, Axes, Sharding, Split, Unreduced
 
@@ -41,7 +42,7 @@ def review(
     rule: Callable[[Node], OpShardingRule | None],
 ) -> Reviewed:
     """Goes through the program backwards, from what is wanted of its outputs."""
-    pass_ = _Pass(program, env, len(axes.names))
+    pass_ = _Pass(program, env, axes)
     for j, atom in enumerate(program.outputs):
         if isinstance(atom, int):
             pass_.output(atom, required[j], out_wants[j], keep[j])
@@ -61,14 +62,14 @@ def review(
 class _Pass:
     """State of one backward pass.
 
-    `late` holds, per unreduced value, the bytes to reduce if it is left to its consumers,
-    `blocked` the values of which some consumer needs the sum, `merges` those that a
+    `late` holds, per unreduced value, the bytes to move if it is left to its consumers (an
+    all-reduce moves twice what a reduce-scatter does), `blocked` the values of which some consumer needs the sum, `merges` those that a
     consumer adds to another unreduced value.
     """
 
     program: Program
     env: dict[int, Sharding]
-    axes: int
+    axes: Axes
     wants: dict[int, list[set[Split | None]]] = field(default_factory=dict)
     settled: set[Place] = field(default_factory=set)
     late: dict[Place, float] = field(default_factory=dict)
@@ -77,7 +78,7 @@ class _Pass:
     merges: set[Place] = field(default_factory=set)
 
     def add(self, value: int, axis: int, want: Split | None) -> None:
-        sets = self.wants.setdefault(value, [set() for _ in range(self.axes)])
+        sets = self.wants.setdefault(value, [set() for _ in self.axes.names])
         sets[axis].add(want)
 
     def unreduced(self, value: int, axis: int) -> bool:
@@ -86,7 +87,7 @@ class _Pass:
     def output(
         self, value: int, fixed: Sharding | None, wants: Wants, keep: bool
     ) -> None:
-        for axis in range(self.axes):
+        for axis in range(len(self.axes.names)):
             state = fixed[axis] if fixed is not None else None
             opinions = {state} if isinstance(state, Split) else wants[axis]
             for want in opinions:
@@ -100,11 +101,17 @@ class _Pass:
     def born(self, value: int) -> None:
         """All consumers of `value` are known: is it better reduced now or by them?"""
         aval = self.program.avals[value]
-        own = _elements(aval) * itemsize(aval)
-        for axis in range(self.axes):
+        wants = self.wants.get(value)
+        for axis in range(len(self.axes.names)):
             place = (value, axis)
             if not self.unreduced(value, axis):
                 continue
+            scatters = wants is not None and any(
+                w is not None
+                and can_split(aval.shape, self.axes.replicated, axis, w, self.axes)
+                for w in wants[axis]
+            )
+            own = _elements(aval) * itemsize(aval) * (1 if scatters else 2)
             late = self.late.get(place, 0.0)
             merged = place in self.merges
             waits = place not in self.blocked and (
@@ -122,7 +129,7 @@ class _Pass:
         rule_of: Callable[[Node], OpShardingRule | None],
     ) -> None:
         rule = rule_of(node) if node.kind == "op" else None
-        for axis in range(self.axes):
+        for axis in range(len(self.axes.names)):
             self.terms(node, decision, axis)
             if node.kind != "op":
                 self.flow(node, decision, axis)
@@ -154,11 +161,11 @@ class _Pass:
 
     def flow(self, node: Node, decision: Decision, axis: int) -> None:
         for i, atom in enumerate(node.inputs):
-            if not isinstance(atom, int):
+            state = decision.operands[i][axis]
+            if not isinstance(atom, int) or isinstance(state, Unreduced):
                 continue
             for want in decision.wants[i][axis]:
                 self.add(atom, axis, want)
-            state = decision.operands[i][axis]
             if isinstance(state, Split):
                 self.add(atom, axis, state)
 

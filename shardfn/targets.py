@@ -174,6 +174,7 @@ def mesh(
 
     Raises:
       ValueError: `shape` does not name every device, or as `devices`.
+      NotImplementedError: a TPU's torus has no such shape (from `jax.make_mesh`).
 
     Example:
       >>> mesh("h100:8", ("replica", "data"), (2, 4)).shape["data"]
@@ -238,7 +239,7 @@ def _unknown(name: str) -> ValueError:
 def _hosts_of_8(name: str, count: str) -> str:
     """`"8"` -> `"1x1x8"`, `"64"` -> `"1x8x8"`."""
     hosts, rest = divmod(int(count), 8)
-    if hosts > 1 and rest:
+    if int(count) > 8 and rest:
         raise ValueError(
             f"target {name!r} has {count} GPUs, which do not fill hosts of 8.\n"
             "Write it as <slices>x<hosts>x<GPUs per host>."

@@ -2,7 +2,9 @@
 
 import itertools
 from collections.abc import Iterable, Iterator
+from typing import Any
 
+import jax
 from jax.extend.core import JaxprEqn
 
 from shardfn._rule import factor_names
@@ -20,12 +22,36 @@ def take(names: Iterator[str], count: int) -> tuple[str, ...]:
 
 def shape_of(eqn: JaxprEqn, operand: int = 0) -> tuple[int, ...]:
     """The global shape of one operand."""
-    return tuple(eqn.invars[operand].aval.shape)
+    return _array(eqn.invars[operand]).shape
 
 
 def result_shape(eqn: JaxprEqn, result: int = 0) -> tuple[int, ...]:
     """The global shape of one result."""
-    return tuple(eqn.outvars[result].aval.shape)
+    return _array(eqn.outvars[result]).shape
+
+
+def dtype_of(eqn: JaxprEqn, operand: int = 0) -> Any:
+    """The dtype of one operand."""
+    return _array(eqn.invars[operand]).dtype
+
+
+def result_dtype(eqn: JaxprEqn, result: int = 0) -> Any:
+    """The dtype of one result."""
+    return _array(eqn.outvars[result]).dtype
+
+
+def operand_shapes(eqn: JaxprEqn) -> list[tuple[int, ...]]:
+    """The global shapes of all operands."""
+    return [shape_of(eqn, i) for i in range(len(eqn.invars))]
+
+
+def result_shapes(eqn: JaxprEqn) -> list[tuple[int, ...]]:
+    """The global shapes of all results."""
+    return [result_shape(eqn, i) for i in range(len(eqn.outvars))]
+
+
+def _array(atom: Any) -> jax.core.ShapedArray:
+    return atom.aval
 
 
 def unmatched(own: Iterable[str], *others: Iterable[str]) -> frozenset[str]:

@@ -10,7 +10,7 @@ from jax.extend.core import JaxprEqn
 
 from shardfn._compat import beta_types_vary, primitives
 from shardfn._rule import OpShardingRule, factor_names, make_rule, register_rule
-from shardfn._rules._names import result_shape, shape_of
+from shardfn._rules._names import dtype_of, result_dtype, result_shape, shape_of
 
 _NONLINEAR = (
     "abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil "
@@ -21,7 +21,7 @@ _NONLINEAR = (
     "rem round rsqrt shift_left shift_right_arithmetic "
     "shift_right_logical sign sin sinh sqrt square tan tanh threefry2x32 xor zeta"
 )
-_EACH = "neg real imag conj copy stop_gradient name mul zeros_like"
+_EACH = "neg real imag conj copy stop_gradient name mul stage zeros_like"
 _ALL = "add add_any sub complex"
 
 
@@ -78,7 +78,7 @@ def _beta(eqn: JaxprEqn) -> OpShardingRule:
 @register_rule(*primitives("div"))
 def _div(eqn: JaxprEqn) -> OpShardingRule:
     """`a b, a b -> a b`, linear in the dividend unless integers are rounded."""
-    exact = jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact)
+    exact = jnp.issubdtype(result_dtype(eqn), jnp.inexact)
     return elementwise_rule(eqn, [[0]] if exact else "")
 
 
@@ -100,7 +100,7 @@ def _convert_element_type(eqn: JaxprEqn) -> OpShardingRule:
 
     Narrowing rounds each term, which is another result than rounding their sum.
     """
-    old, new = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
+    old, new = dtype_of(eqn), result_dtype(eqn)
     return elementwise_rule(eqn, "each" if old == new or _widens(old, new) else "")
 
 

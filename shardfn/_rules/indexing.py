@@ -83,7 +83,7 @@ def _fill_is_linear(eqn: JaxprEqn) -> bool:
         return True
     fill = eqn.params["fill_value"]
     if fill is None:
-        return jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact)
+        return jnp.issubdtype(result_dtype(eqn), jnp.inexact)
     return fill == 0 or bool(np.isnan(fill))
 
 
@@ -124,7 +124,7 @@ def _scatter_overwrite(eqn: JaxprEqn) -> OpShardingRule:
 
 
 def _unless_complex(eqn: JaxprEqn, reducer: str) -> str | None:
-    dtype = eqn.invars[0].aval.dtype
+    dtype = dtype_of(eqn)
     return (
         reducer
         if jnp.issubdtype(dtype, jnp.number)

@@ -72,9 +72,9 @@ def _stacked(
     def dims(shape: Sequence[int]) -> tuple[str, ...]:
         return (*stack, *take(names, len(shape) - batch))
 
-    operands = [dims(var.aval.shape) for var in eqn.invars]
+    operands = [dims(shape) for shape in operand_shapes(eqn)]
     results = (
-        [dims(var.aval.shape) for var in eqn.outvars]
+        [dims(shape) for shape in result_shapes(eqn)]
         if solved is None
         else [operands[solved]]
     )

@@ -26,7 +26,7 @@ from shardfn._rules._names import result_shape, shape_of
 
 def _is_counted(eqn: JaxprEqn) -> bool:
     """Whether each random number is a hash of its key and of its own flat index."""
-    counted = str(eqn.invars[0].aval.dtype) == "key<fry>"
+    counted = str(dtype_of(eqn)) == "key<fry>"
     return counted and jax.config.jax_threefry_partitionable  # pyright: ignore
 
 
@@ -169,7 +169,7 @@ def _random_gamma(eqn: JaxprEqn) -> OpShardingRule:
 @register_rule(*primitives("rng_bit_generator", "rng_uniform"))
 def _generator(eqn: JaxprEqn) -> OpShardingRule:
     """`a -> b, c d  whole={a, b, c, d}`: the generator's order is the backend's own."""
-    ranks = [len(var.aval.shape) for var in (*eqn.invars, *eqn.outvars)]
+    ranks = [len(shape) for shape in (*operand_shapes(eqn), *result_shapes(eqn))]
     names = iter(factor_names(sum(ranks)))
     sides = [[next(names) for _ in range(rank)] for rank in ranks]
     count = len(eqn.invars)

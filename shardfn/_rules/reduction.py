@@ -55,7 +55,7 @@ def _reduce(eqn: JaxprEqn) -> OpShardingRule:
 def _reducer(eqn: JaxprEqn) -> str | None:
     """How the results of blocks combine; None where no collective can combine them."""
     reducer = _REDUCERS.get(eqn.primitive.name)
-    dtype = eqn.invars[0].aval.dtype
+    dtype = dtype_of(eqn)
     if dtype == jnp.bool_:
         return _ON_BOOLEANS.get(reducer or "")
     if reducer in ("and", "or"):

@@ -9,12 +9,10 @@ microbatches do not.
 import math
 from dataclasses import replace
 
+from shardfn._control_flow import LOOP_BYTES
 from shardfn._plan import Apply, BodyPlan, Ref, Reshard, Step
 from shardfn._program import Program
 from shardfn._sharding import Axes
-
-HOIST_BYTES = 2**26
-"""Gathered weights, in bytes, up to which a loop's constants are gathered once."""
 
 
 def hoist(program: Program, step: Apply, axes: Axes) -> list[Step]:
@@ -36,7 +34,7 @@ def hoist(program: Program, step: Apply, axes: Axes) -> list[Step]:
         and _is_only_use(plan, s)
     ]
     weights = sum(math.prod(s.shape) * s.itemsize for _, s in found if s.gathers_state)
-    if weights > HOIST_BYTES:
+    if weights > LOOP_BYTES:
         found = [(i, s) for i, s in found if not s.gathers_state]
     out: list[Step] = []
     for i, move in found:
