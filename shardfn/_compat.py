@@ -5,11 +5,13 @@ Each function hides one difference between JAX 0.10, 0.11 and 0.12, or one priva
 
 import functools
 import importlib
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax._src import source_info_util as _source_info
+from jax._src.interpreters import partial_eval as _private_partial_eval
 from jax.extend import core
 from jax.extend import random as _extend_random
 from jax.extend import source_info_util as _public_source_info
@@ -30,6 +32,9 @@ _INLINED = {
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
 }
+
+# Frames of this package are not the user's.
+_public_source_info.register_exclusion(os.path.dirname(__file__) + os.sep)
 
 HIDING_FLAGS = ("jax_scan3", "jax_remat3", "jax_custom_vjp3", "jax_custom_jvp3")
 
@@ -80,7 +85,7 @@ def bind_remat(eqn: JaxprEqn, body: Any, *args: jax.Array) -> Sequence[jax.Array
     """
     closed = jax.make_jaxpr(body)(*args)
     jaxpr, consts = open_jaxpr(closed)
-    jaxpr = _partial_eval.convert_constvars_jaxpr(jaxpr)
+    jaxpr = _private_partial_eval.convert_constvars_jaxpr(jaxpr)
     params = {**eqn.params, "jaxpr": jaxpr}
     if isinstance(params["prevent_cse"], tuple):
         params["prevent_cse"] = any(params["prevent_cse"])

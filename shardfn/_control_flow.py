@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from shardfn._decide import Decision, Wants, itemsize
-from shardfn._plan import BodyPlan
+from shardfn._plan import BodyPlan, Reshard
 from shardfn._program import Node, Program
 from shardfn._reshard import can_split
+from shardfn._rule import OpShardingRule
 from shardfn._sharding import (
     FLAT,
     Axes,
@@ -68,6 +69,8 @@ class FlowSite:
       small: values with fewer elements may stay unreduced across iterations.
       phase: the phase that the node runs in.
       solve: solves a body.
+      size: elements of an aval.
+      rule: the rule of a node.
     """
 
     node: Node
@@ -82,6 +85,7 @@ class FlowSite:
     phase: str
     solve: Solve
     size: Callable[[Any], int]
+    rule: Callable[[Node], OpShardingRule | None]
 
     def decide(self) -> Decision:
         return {
@@ -228,24 +232,17 @@ class FlowSite:
         """
         avals = [self.operand_avals[i] for i in positions]
         carry = [self.entering(i) for i in positions]
-        made = solve(carry).plan.output_shardings
-        sums = [
-            k
-            for k, state in enumerate(carry)
-            if any(isinstance(s, Unreduced) for s in made[k])
-            and all(s is None for s in state)
-        ]
-        size = sum(self.size(avals[k]) * itemsize(avals[k]) for k in sums)
-        if not may_sum or size > LOOP_BYTES:
-            sums = []
+        sums = self.sums(carry, avals, solve) if may_sum else []
         for k, (state, aval) in enumerate(zip(carry, avals, strict=True)):
-            if k not in sums and all(s is None for s in state):
+            if k in sums:
+                carry[k] = (Unreduced(),) * len(self.axes.names)
+            elif all(s is None for s in state):
                 carry[k] = reduced_to_wanted(state, wants[k], aval, self.axes)
         history: list[set[AxisSharding]] = [set(s) for s in carry]
         for _ in range(CARRY_ROUNDS):
             made = solve(carry).plan.output_shardings
             joined = [
-                self.join(old, new, wants[k], avals[k], k in sums, history[k])
+                self.join(old, new, wants[k], avals[k], history[k])
                 for k, (old, new) in enumerate(zip(carry, made, strict=False))
             ]
             if joined == carry:
@@ -253,13 +250,34 @@ class FlowSite:
             carry = joined
         return tuple(carry)
 
+    def sums(
+        self,
+        carry: Sequence[Sharding],
+        avals: Sequence[Any],
+        solve: Callable[[Sequence[Sharding]], Solved],
+    ) -> list[int]:
+        """The carries that can stay unreduced until after the loop, if all may."""
+        (body,) = self.node.bodies
+        plan = solve(carry).plan
+        found = [
+            k
+            for k in sorted(_reduced_into(body, plan, self.rule))
+            if k < len(carry) and all(s is None for s in carry[k])
+        ]
+        size = sum(self.size(avals[k]) * itemsize(avals[k]) for k in found)
+        if not found or size > LOOP_BYTES:
+            return []
+        terms = tuple(Unreduced() for _ in self.axes.names)
+        trial = [terms if k in found else s for k, s in enumerate(carry)]
+        made = solve(trial).plan.output_shardings
+        return [k for k in found if made[k] == terms]
+
     def join(
         self,
         old: Sharding,
         new: Sharding,
         wants: Wants,
         aval: Any,
-        may_stay: bool,
         history: set[AxisSharding],
     ) -> Sharding:
         """One carry's sharding for the next round."""
@@ -271,8 +289,7 @@ class FlowSite:
             if isinstance(a, Unreduced):
                 state = None
             elif a is None and isinstance(b, Unreduced):
-                fresh = b not in history
-                state = b if may_stay and fresh else _preferred(wants[axis])
+                state = _preferred(wants[axis])
             elif a is None:
                 state = b
             elif isinstance(b, Split) and a.stored and not b.stored:
@@ -329,6 +346,27 @@ class FlowSite:
             splits = {s for s in states if isinstance(s, Split)}
             out.append(splits.pop() if len(splits) == 1 else None)
         return tuple(out)
+
+
+def _reduced_into(
+    body: Program, plan: BodyPlan, rule_of: Callable[[Node], OpShardingRule | None]
+) -> set[int]:
+    """The outputs of a body that are linear in something that the body reduces."""
+    linear: set[int] = set()
+    for step in plan.steps:
+        if isinstance(step, Reshard):
+            if any(isinstance(s, Unreduced) for s in step.path[0]):
+                linear.add(step.source.value)
+            continue
+        node = body.nodes[step.node]
+        rule = rule_of(node) if node.kind == "op" else None
+        if rule is None:
+            continue
+        passing = [node.inputs[i] for group in rule.linear for i in group]
+        if not linear.isdisjoint(v for v in passing if isinstance(v, int)):
+            linear.update(node.outputs)
+    outputs = enumerate(body.outputs)
+    return {j for j, atom in outputs if isinstance(atom, int) and atom in linear}
 
 
 def reduced(state: Sharding, wants: Wants, aval: Any, axes: Axes) -> Sharding:

@@ -190,7 +190,13 @@ class _Values:
 
 
 def _merge_key(eqn: Any, operands: tuple[Atom, ...]) -> Hashable | None:
-    """Equal keys mean equal results; None if the equation must not be merged."""
+    """Equal keys mean equal results; None if the equation must not be merged.
+
+    What is made of literals alone can be made in any sharding: its consumers, who may want
+    it in different ones, do not have to share it.
+    """
+    if not any(isinstance(atom, int) for atom in operands):
+        return None
     if eqn.effects or eqn.primitive.name in ("optimization_barrier", "name"):
         return None
     if any(hasattr(p, "eqns") or hasattr(p, "jaxpr") for p in eqn.params.values()):

@@ -193,6 +193,7 @@ class _Body:
                 phase=phase,
                 solve=self.solver.solve,
                 size=size_of,
+                rule=self.solver.rule,
             ).decide()
             made = decision.made
         elif (rule := self.solver.rule(node)) is None:

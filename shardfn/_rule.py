@@ -1,8 +1,8 @@
 """Op sharding rules: what may be split in an operation, as a frozen value.
 
-In: a `JaxprEqn`. Out: its `OpShardingRule`, from the registry of one rule per primitive.
-A rule names one *factor* per dimension, as in Shardy: equal names are split together.
-`propagate` reads the rule to choose what is split; `emit` reads it to make the op local.
+In: a `JaxprEqn`. Out: its `OpShardingRule`, from the registry, one per primitive. A
+rule names one *factor* per dimension, as in Shardy: equal names are split together.
+`propagate` reads a rule to choose what is split, `emit` to make the op local.
 """
 
 import math
@@ -75,7 +75,7 @@ class OpShardingRule:
         )
 
     def stands_alone(self, factor: str) -> bool:
-        """Whether no dimension mixes `factor` with others (then blocks may be padded)."""
+        """Whether no dimension mixes `factor` with others: its blocks may be padded."""
         sizes = dict(self.sizes)
         return all(
             factor not in dim or all(f == factor or sizes[f] == 1 for f in dim)
@@ -85,9 +85,7 @@ class OpShardingRule:
 
     def __str__(self) -> str:
         def value(dims: tuple[Dim, ...]) -> str:
-            return " ".join(
-                d[0] if len(d) == 1 else f"({' '.join(d)})" for d in dims
-            )
+            return " ".join(d[0] if len(d) == 1 else f"({' '.join(d)})" for d in dims)
 
         text = ", ".join(map(value, self.operands))
         text = f"{text} -> {', '.join(map(value, self.results))}"
@@ -122,15 +120,15 @@ def make_rule(
 
     Args:
       eqn: the equation.
-      operands: per operand, a factor (or a tuple of factors, major to minor) per dimension.
+      operands: per operand and dimension, a factor, or factors from major to minor.
       results: the same for the results.
       sizes: sizes of factors that share a dimension with others.
       reduce: factors that the op sums over, or a mapping from factor to reducer.
       whole: factors that must not be split.
-      linear: "each" if the op is linear in every operand by itself, "all" if it is linear
-        in all operands together, or the groups of operand positions. Groups whose dtypes
-        cannot be summed, such as booleans and keys, are left out.
-      flat: whether blocks of the flattened operands give blocks of the flattened result.
+      linear: "each" if the op is linear in every operand by itself, "all" if it is
+        linear in all operands together, or the groups of operand positions. Groups
+        whose dtypes cannot be summed, such as booleans and keys, are left out.
+      flat: whether blocks of the flattened operands give blocks of flattened results.
 
     Returns:
       The frozen rule.
@@ -154,19 +152,24 @@ def make_rule(
                     known.setdefault(dim[0], size)
                 if math.prod(known[f] for f in dim) != size:
                     raise ValueError(f"{eqn.primitive}: {dims} does not fit {shape}")
-    if isinstance(linear, str):
-        everyone = range(len(norm[0]))
-        linear = {"each": [[i] for i in everyone], "all": [everyone], "": []}[linear]
-    pairs = reduce.items() if isinstance(reduce, Mapping) else ((f, "sum") for f in reduce)
+    pairs = reduce if isinstance(reduce, Mapping) else dict.fromkeys(reduce, "sum")
     return OpShardingRule(
         operands=norm[0],
         results=norm[1],
         sizes=tuple(known.items()),
-        reduce=tuple(pairs),
+        reduce=tuple(pairs.items()),
         whole=frozenset(whole),
-        linear=tuple(frozenset(g) for g in linear if g and _can_sum(eqn, g)),
+        linear=tuple(g for g in _groups(linear, len(norm[0])) if _can_sum(eqn, g)),
         flat=flat,
     )
+
+
+def _groups(linear: str | Iterable[Iterable[int]], count: int) -> list[frozenset[int]]:
+    if linear == "each":
+        return [frozenset([i]) for i in range(count)]
+    if linear == "all":
+        return [frozenset(range(count))] if count else []
+    return [frozenset(group) for group in linear if not isinstance(group, str)]
 
 
 def _can_sum(eqn: JaxprEqn, group: Iterable[int]) -> bool:
@@ -174,8 +177,10 @@ def _can_sum(eqn: JaxprEqn, group: Iterable[int]) -> bool:
 
     Booleans and keys have no sum. Integers wrap around, at another bound when widened.
     """
-    dtypes = {eqn.invars[i].aval.dtype for i in group}
-    results = {var.aval.dtype for var in eqn.outvars}
+    dtypes: set[Any] = {getattr(eqn.invars[i].aval, "dtype", None) for i in group}
+    results: set[Any] = {getattr(var.aval, "dtype", None) for var in eqn.outvars}
+    if None in dtypes | results:
+        return False
     exact = any(jnp.issubdtype(dtype, jnp.integer) for dtype in dtypes)
     numbers = all(jnp.issubdtype(dtype, jnp.number) for dtype in dtypes | results)
     return numbers and (dtypes == results or not exact)
@@ -246,9 +251,9 @@ def register_rule(
 
     Args:
       primitives: the primitives that share the rule.
-      local: how one device runs the op, `(op: LocalOp, *local_operands) -> results`. The
-        default binds the primitive with unchanged parameters; give one if a parameter
-        spells out a shape or the result depends on where the block lies.
+      local: how one device runs the op, `(op: LocalOp, *local_operands) -> results`.
+        The default binds the primitive with unchanged parameters; give one if a
+        parameter spells out a shape or the result depends on where the block lies.
 
     Returns:
       A decorator for a function from an equation to its `OpShardingRule`.
@@ -277,4 +282,11 @@ def run_local(op: LocalOp, *operands: jax.Array) -> Sequence[jax.Array]:
     return _registry[op.eqn.primitive].local(op, *operands)
 
 
-__all__ = ["FLAT", "LocalOp", "OpShardingRule", "factor_names", "make_rule", "register_rule"]
+__all__ = [
+    "FLAT",
+    "LocalOp",
+    "OpShardingRule",
+    "factor_names",
+    "make_rule",
+    "register_rule",
+]

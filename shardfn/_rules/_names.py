@@ -50,7 +50,7 @@ def result_shapes(eqn: JaxprEqn) -> list[tuple[int, ...]]:
     return [result_shape(eqn, i) for i in range(len(eqn.outvars))]
 
 
-def _array(atom: Any) -> jax.core.ShapedArray:
+def _array(atom: Any) -> jax.ShapeDtypeStruct:
     return atom.aval
 
 

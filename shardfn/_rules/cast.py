@@ -78,20 +78,17 @@ def _layout_constraint(eqn: JaxprEqn) -> OpShardingRule:
 
 def _device_put_local(op: LocalOp, *operands: jax.Array) -> Sequence[jax.Array]:
     """Moves blocks between memories. Devices are those of the mesh."""
-    spaces = map(_memory_space, op.eqn.params["devices"])
-    return [
-        x if space is None else jax.device_put(x, space)
-        for x, space in zip(operands, spaces, strict=True)
-    ]
+    targets = zip(operands, op.eqn.params["devices"], strict=True)
+    return [_to_memory(x, target) for x, target in targets]
 
 
-def _memory_space(target: Any) -> jax.memory.Space | None:
-    if isinstance(target, jax.memory.Space):
-        return target
-    kind = getattr(target, "memory_kind", None)
-    if kind is None or not isinstance(target, jax.sharding.Sharding):
-        return None
-    return jax.memory.Space.Host if kind.endswith("host") else jax.memory.Space.Device
+def _to_memory(x: jax.Array, target: Any) -> jax.Array:
+    """`x` in the memory that `target`, a space or a sharding, names, if any."""
+    space = jax.memory.Space
+    if isinstance(target, jax.sharding.Sharding) and target.memory_kind:
+        on_host = target.memory_kind.endswith("host")
+        target = space.Host if on_host else space.Device
+    return jax.device_put(x, target) if isinstance(target, space) else x
 
 
 @register_rule(*primitives("device_put"), local=_device_put_local)

@@ -14,7 +14,14 @@ from jax.extend.core import JaxprEqn
 
 from shardfn._compat import primitives
 from shardfn._rule import LocalOp, OpShardingRule, make_rule, register_rule
-from shardfn._rules._names import fresh_names, result_shape, shape_of, take
+from shardfn._rules._names import (
+    dtype_of,
+    fresh_names,
+    result_dtype,
+    result_shape,
+    shape_of,
+    take,
+)
 from shardfn._rules.shape import partly_changed
 
 

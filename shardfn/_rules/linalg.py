@@ -10,7 +10,13 @@ from jax.extend.core import JaxprEqn
 
 from shardfn._compat import primitives
 from shardfn._rule import OpShardingRule, make_rule, register_rule
-from shardfn._rules._names import fresh_names, shape_of, take
+from shardfn._rules._names import (
+    fresh_names,
+    operand_shapes,
+    result_shapes,
+    shape_of,
+    take,
+)
 from shardfn._rules.shape import partly_changed
 
 _OF_A_MATRIX = (

@@ -21,7 +21,13 @@ from shardfn._rule import (
     make_rule,
     register_rule,
 )
-from shardfn._rules._names import result_shape, shape_of
+from shardfn._rules._names import (
+    dtype_of,
+    operand_shapes,
+    result_shape,
+    result_shapes,
+    shape_of,
+)
 
 
 def _is_counted(eqn: JaxprEqn) -> bool:

@@ -18,7 +18,7 @@ from shardfn._rule import (
     make_rule,
     register_rule,
 )
-from shardfn._rules._names import fresh_names, result_shape, shape_of, take
+from shardfn._rules._names import dtype_of, fresh_names, result_shape, shape_of, take
 
 _REDUCERS = {
     "reduce_sum": "sum",
@@ -89,15 +89,10 @@ def _generic_reduce(eqn: JaxprEqn) -> OpShardingRule:
     )
 
 
-@register_rule(*primitives("cumsum"))
-def _cumsum(eqn: JaxprEqn) -> OpShardingRule:
-    """`a b -> a b  whole={b}` for `axis=1`."""
-    return _cumulative(eqn, "each")
-
-
-@register_rule(*primitives("cumlogsumexp", "cummax", "cummin", "cumprod"))
-def _cumulative(eqn: JaxprEqn, linear: str = "") -> OpShardingRule:
-    """`a b -> a b  whole={b}` for `axis=1`."""
+@register_rule(*primitives("cumsum", "cumlogsumexp", "cummax", "cummin", "cumprod"))
+def _cumulative(eqn: JaxprEqn) -> OpShardingRule:
+    """`a b -> a b  whole={b}` for `axis=1`; only sums are linear."""
+    linear = "each" if eqn.primitive.name == "cumsum" else ""
     names = factor_names(len(shape_of(eqn)))
     return make_rule(
         eqn, [names], [names], whole=[names[eqn.params["axis"]]], linear=linear

@@ -18,7 +18,12 @@ from shardfn._rule import (
     make_rule,
     register_rule,
 )
-from shardfn._rules._names import fresh_names, result_shape, shape_of, take
+from shardfn._rules._names import (
+    fresh_names,
+    result_shape,
+    shape_of,
+    take,
+)
 
 
 def _broadcast_local(op: LocalOp, operand: jax.Array) -> Sequence[jax.Array]:
@@ -115,27 +120,29 @@ def partly_changed(
 @register_rule(*primitives("concatenate"))
 def _concatenate(eqn: JaxprEqn) -> OpShardingRule:
     """`a b, a c -> a d  whole={b, c, d}` for `dimension=1`."""
-    return _joined(eqn, eqn.invars, eqn.params["dimension"])
+    dim = eqn.params["dimension"]
+    parts, joined, whole = _joined(len(shape_of(eqn)), dim, len(eqn.invars))
+    return make_rule(eqn, parts, [joined], whole=whole, linear="all")
 
 
 @register_rule(*primitives("split"))
 def _split(eqn: JaxprEqn) -> OpShardingRule:
     """`a d -> a b, a c  whole={b, c, d}` for `axis=1`."""
-    return _joined(eqn, eqn.outvars, eqn.params["axis"])
+    axis = eqn.params["axis"]
+    parts, joined, whole = _joined(len(shape_of(eqn)), axis, len(eqn.outvars))
+    return make_rule(eqn, [joined], parts, whole=whole, linear="each")
 
 
-def _joined(eqn: JaxprEqn, parts: Sequence, dim: int) -> OpShardingRule:
-    """Arrays that differ in `dim` on one side, the array they make up on the other."""
+Names = tuple[str, ...]
+
+
+def _joined(rank: int, dim: int, count: int) -> tuple[list[Names], Names, set[str]]:
+    """Names of `count` arrays, of what they make up along `dim`, and of the cuts."""
     names = fresh_names()
-    base = take(names, len(parts[0].aval.shape))
-    cuts = [base[dim], *take(names, len(parts))]
-    if len(parts) == 1:
-        cuts = [base[dim]] * 2
-    arrays = [(*base[:dim], cut, *base[dim + 1 :]) for cut in cuts]
-    many, one = arrays[:-1], arrays[-1:]
-    operands, results = (many, one) if parts is eqn.invars else (one, many)
-    whole = set(cuts) if len(parts) > 1 else ()
-    return make_rule(eqn, operands, results, whole=whole, linear="all")
+    base = take(names, rank)
+    cuts = [base[dim], *take(names, count)] if count > 1 else [base[dim]] * 2
+    *parts, joined = ((*base[:dim], cut, *base[dim + 1 :]) for cut in cuts)
+    return parts, joined, set(cuts) if count > 1 else set()
 
 
 @register_rule(*primitives("stack"))

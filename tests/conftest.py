@@ -1,0 +1,63 @@
+"""Eight CPU devices and strict dtypes in every test; the shared `integers` fixture.
+
+This file is read before any test imports JAX, whose devices cannot change once made.
+"""
+
+import os
+
+# An installed libtpu or CUDA plugin compiles (the `aot` tests) but never runs: JAX must
+# not look for its hardware, and may load it in both processes of pytest-xdist.
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
+
+# Flags of the caller's shell would change the programs that tests compile and read.
+os.environ.pop("XLA_FLAGS", None)
+
+from collections.abc import Callable, Iterator
+
+import jax
+import numpy as np
+import pytest
+
+jax.config.update("jax_num_cpu_devices", 8)
+# The persistent compilation cache stays off: a fresh clone starts with an empty one,
+# and a test that reads compiled programs has to read what this JAX compiles now.
+jax.config.update("jax_enable_compilation_cache", False)
+
+
+@pytest.fixture(autouse=True)
+def dtype_promotion(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Strict, except in tests marked `standard_promotion`.
+
+    Optax's Adam and Flax's LayerNorm themselves mix dtypes, so a test that runs them
+    carries that mark: on a function, or on a module by `pytestmark`.
+    """
+    marked = request.node.get_closest_marker("standard_promotion")
+    with jax.numpy_dtype_promotion("standard" if marked else "strict"):
+        yield
+
+
+@pytest.fixture
+def integers() -> Callable[..., jax.Array]:
+    """Returns `make(shape, low=-4, high=4)`: float32 arrays of small random integers.
+
+    Their sums are exact in any order, so results compare with `==`. The arrays of one
+    test differ from each other and are the same in every run. Arrays of nothing but
+    zeros are refused: on zeros a wrong rule looks right.
+    """
+    rng = np.random.default_rng(0)
+
+    def make(shape: tuple[int, ...], low: int = -4, high: int = 4) -> jax.Array:
+        if 0 in shape or low == high == 0:
+            raise ValueError(
+                f"integers({shape}, low={low}, high={high}) can only be all zero, and "
+                "a wrong rule is right on zeros. Give a non-empty shape and a range."
+            )
+        values = np.zeros(shape)
+        while not values.any():
+            values = rng.integers(low, high, shape, endpoint=True)
+        return jax.numpy.asarray(values, dtype=jax.numpy.float32)
+
+    return make

@@ -1,0 +1,22 @@
+"""Plain training steps written for one device, and nothing else: no program here
+imports shardfn. `names()` lists them, `get(name)` builds one.
+"""
+
+from . import (  # noqa: F401  fills the registry
+    autodiff,
+    batchwise,
+    conv,
+    dropout,
+    gpt,
+    libraries,
+    llama,
+    mlp,
+    optimizers,
+    recurrent,
+    sizes,
+    states,
+)
+from ._program import Noisy as Noisy
+from ._program import Program as Program
+from ._program import get as get
+from ._program import names as names

@@ -1,0 +1,187 @@
+"""Rules of gathers, scatters and dynamic slices."""
+
+import jax.numpy as jnp
+import numpy as np
+from harness import integers
+from jax import lax
+from table import Row, table
+
+ROWS = np.array([[3], [0], [7], [2], [3], [6]], np.int32)
+COLUMN = np.array([[1], [0], [1], [1], [0], [1], [1], [1]], np.int32)
+START = np.int32(1)
+
+
+def take(collapsed, start, sizes, offset, mode="clip", batching=((), ()), fill=None):
+    numbers = lax.GatherDimensionNumbers(
+        offset_dims=offset,
+        collapsed_slice_dims=collapsed,
+        start_index_map=start,
+        operand_batching_dims=batching[0],
+        start_indices_batching_dims=batching[1],
+    )
+    return lambda x, i: lax.gather(
+        x, i, numbers, slice_sizes=sizes, mode=mode, fill_value=fill
+    )
+
+
+@table(
+    Row(
+        take((0,), (0,), (1, 5), (1,)),
+        ((8, 5), ROWS),
+        "a b, c d -> c b  whole={a, d}",
+        ({0},),
+    ),
+    Row(
+        take((), (0,), (2, 5), (1, 2)),
+        ((8, 5), ROWS),
+        "a b, c d -> c e b  whole={a, d, e}",
+        ({0},),
+    ),
+    Row(
+        take((1,), (1,), (6, 1), (0,)),
+        ((6, 8), ROWS),
+        "a b, c d -> a c  whole={b, d}",
+        ({0},),
+    ),
+    Row(
+        take((1,), (1,), (1, 1), (), batching=((0,), (0,))),
+        ((8, 5), COLUMN),
+        "a b, a c -> a  whole={b, c}",
+        ({0},),
+    ),
+    Row(
+        take((0,), (0,), (1, 5), (1,), "fill"),
+        ((8, 5), np.array([[3], [99], [7], [-1]], np.int32)),
+        "a b, c d -> c b  whole={a, d}",
+        ({0},),
+    ),
+    Row(
+        take((0,), (0,), (1, 5), (1,), "fill", fill=7.0),
+        ((8, 5), np.array([[3], [99], [7], [-1]], np.int32)),
+        "a b, c d -> c b  whole={a, d}",
+    ),
+    Row(
+        take((0,), (0,), (1, 5), (1,), "fill"),
+        (integers((8, 5), jnp.int32), ROWS),
+        "a b, c d -> c b  whole={a, d}",
+    ),
+    Row(
+        take((0,), (0, 1), (1, 5), (1,), "fill"),
+        ((8, 5), np.array([[3, 0], [1, 1], [7, 0], [2, 0]], np.int32)),
+        "a b, c d -> c b  whole={a, d}",
+        ({0},),
+    ),
+)
+def test_gather_rule(row):
+    row.check()
+
+
+def put(op, inserted=(0,), to=(0,), window=(1,), batching=((), ()), **params):
+    numbers = lax.ScatterDimensionNumbers(
+        update_window_dims=window,
+        inserted_window_dims=inserted,
+        scatter_dims_to_operand_dims=to,
+        operand_batching_dims=batching[0],
+        scatter_indices_batching_dims=batching[1],
+    )
+    return lambda x, i, u: op(x, i, u, numbers, **params)
+
+
+SOME = np.array([[3], [0], [7], [2]], np.int32)
+JOINT = ({0, 2},)
+
+
+@table(
+    Row(
+        put(lax.scatter_add),
+        ((8, 5), ROWS, (6, 5)),
+        "a b, c d, c b -> a b  reduce={c}  whole={a, d}",
+        JOINT,
+    ),
+    Row(
+        put(lax.scatter_sub),
+        ((8, 5), SOME, (4, 5)),
+        "a b, c d, c b -> a b  reduce={c}  whole={a, d}",
+        JOINT,
+    ),
+    Row(
+        put(lax.scatter_add, (), window=(1, 2)),
+        ((8, 5), ROWS, (6, 2, 5)),
+        "a b, c d, c e b -> a b  reduce={c}  whole={a, d, e}",
+        JOINT,
+    ),
+    Row(
+        put(lax.scatter_add, (1,), (1,), (), ((0,), (0,))),
+        ((8, 5), COLUMN, (8,)),
+        "a b, a c, a -> a b  whole={b, c}",
+        JOINT,
+    ),
+    Row(
+        put(lax.scatter_add, (1,), (1,), (0,)),
+        ((6, 8), ROWS, (6, 6)),
+        "a b, c d, a c -> a b  reduce={c}  whole={b, d}",
+        JOINT,
+    ),
+    Row(
+        put(lax.scatter_max),
+        ((8, 5), ROWS, (6, 5)),
+        "a b, c d, c b -> a b  reduce={c:max}  whole={a, d}",
+    ),
+    Row(
+        put(lax.scatter_min, mode="promise_in_bounds"),
+        ((8, 5), ROWS, (6, 5)),
+        "a b, c d, c b -> a b  reduce={c:min}  whole={a, d}",
+    ),
+    Row(
+        put(lax.scatter_mul),
+        ((8, 5), SOME, (4, 5)),
+        "a b, c d, c b -> a b  whole={a, c, d}",
+        ({0},),
+    ),
+    Row(
+        put(lax.scatter),
+        ((8, 5), SOME, (4, 5)),
+        "a b, c d, c b -> a b  whole={a, c, d}",
+    ),
+    Row(
+        put(lax.scatter, unique_indices=True),
+        ((8, 5), SOME, (4, 5)),
+        "a b, c d, c b -> a b  whole={a, c, d}",
+        JOINT,
+    ),
+)
+def test_scatter_rule(row):
+    row.check()
+
+
+@table(
+    Row(
+        lambda x, i: lax.dynamic_slice(x, (i, i), (3, 5)),
+        ((8, 5), START),
+        "a b, ,  -> c b  whole={a, c}",
+        ({0},),
+        name="dynamic_slice",
+    ),
+    Row(
+        lambda x, u, i: lax.dynamic_update_slice(x, u, (i, i)),
+        ((8, 5), (3, 5), START),
+        "a b, c b, ,  -> a b  whole={a, c}",
+        ({0, 1},),
+        name="dynamic_update_slice",
+    ),
+)
+def test_dynamic_slice_rule(row):
+    row.check()
+
+
+def test_embedding_gradient_reduces_over_the_tokens():
+    def accumulate(table, tokens, ct):
+        return table.at[tokens].add(ct)
+
+    Row(
+        accumulate,
+        ((8, 5), np.array([[1, 2, 3], [4, 5, 7], [0, 0, 1], [2, 2, 6]]), (4, 3, 5)),
+        "a b, c d e, c d b -> a b  reduce={c, d}  whole={a, e}",
+        JOINT,
+        name="scatter-add",
+    ).check()
