@@ -5,7 +5,6 @@ in the second one. Values are typed as JAX types them under `check_vma=True`: re
 along an axis means invarying along it.
 """
 
-import math
 from collections.abc import Sequence
 
 import jax
@@ -15,13 +14,13 @@ from jax import lax
 from shardfn import _compat
 from shardfn._reshard import move_of
 from shardfn._sharding import (
-    FLAT,
     Axes,
     Sharding,
     Split,
     Unreduced,
     local_shape,
     on_axis,
+    viewed,
 )
 
 
@@ -47,14 +46,14 @@ def run_move(
         return _all_gather(x, shape, after, state.dim, name, axes)
     assert isinstance(goal, Split)
     full = local_shape(shape, on_axis(before, axis, None), axes)
-    x = x.reshape(-1) if goal.dim == FLAT else x
-    dim = 0 if goal.dim == FLAT else goal.dim
+    view, dim = viewed(full, goal.dim)
+    x = x.reshape(view)
     local = local_shape(shape, after, axes)[dim]
     x = _pad_to(x, dim, local * axes.sizes[axis])
     if op == "psum_scatter":
         x = varying(x, name)
         return lax.psum_scatter(x, name, scatter_dimension=dim, tiled=True)
-    assert op == "slice", (op, full)
+    assert op == "slice", op
     return lax.dynamic_slice_in_dim(x, lax.axis_index(name) * local, local, dim)
 
 
@@ -68,11 +67,10 @@ def _all_gather(
 ) -> jax.Array:
     """Gathers blocks and drops the padding."""
     full = local_shape(shape, after, axes)
-    along = 0 if dim == FLAT else dim
-    size = math.prod(full) if dim == FLAT else full[dim]
+    view, along = viewed(full, dim)
     x = lax.all_gather(varying(x, name), name, axis=along, tiled=True, to="invarying")
-    if x.shape[along] != size:
-        x = lax.slice_in_dim(x, 0, size, axis=along)
+    if x.shape[along] != view[along]:
+        x = lax.slice_in_dim(x, 0, view[along], axis=along)
     return x.reshape(full)
 
 

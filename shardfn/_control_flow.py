@@ -15,12 +15,12 @@ from shardfn._program import Node, Program
 from shardfn._reshard import can_split
 from shardfn._rule import OpShardingRule
 from shardfn._sharding import (
-    FLAT,
     Axes,
     AxisSharding,
     Sharding,
     Split,
     Unreduced,
+    flat,
     on_axis,
 )
 
@@ -137,28 +137,22 @@ class FlowSite:
         n_ys = len(self.result_avals) - n_carry
         keep_ys = list(self.keep[n_carry:])
 
-        def solve(carry: Sequence[Sharding], pin: bool, ys: Any) -> Solved:
+        def solve(carry: Sequence[Sharding], pin: bool) -> Solved:
             fixed = list(carry) if pin else [None] * n_carry
             carried = [_union(w, c) for w, c in zip(wants, carry, strict=False)]
             return self.solve(
                 body,
                 (*consts, *carry, *inner_xs),
-                (*fixed, *ys),
+                (*fixed, *[None] * n_ys),
                 (*carried, *wants[n_carry:]),
                 (*(True for _ in range(n_carry)), *keep_ys),
                 self.phase,
             )
 
-        free_ys: list[Sharding | None] = [None] * n_ys
-        carry = self.carries(
-            range(n_consts, n_xs), lambda c: solve(c, False, free_ys), wants
-        )
-        solved = solve(carry, True, free_ys)
+        positions = range(n_consts, n_xs)
+        carry = self.carries(positions, lambda c: solve(c, False), wants)
+        solved = solve(carry, True)
         ys = solved.plan.output_shardings[n_carry:]
-        if any(_has_flat(y) for y in ys):
-            free_ys = [_without_flat(y) if _has_flat(y) else None for y in ys]
-            solved = solve(carry, True, free_ys)
-            ys = solved.plan.output_shardings[n_carry:]
         out = (*carry, *(_shift(y, 1) for y in ys))
         back = tuple(
             w if i < n_xs else _shift_wants(w, 1) for i, w in enumerate(solved.wants)
@@ -169,7 +163,7 @@ class FlowSite:
         """Sharding of a scanned operand: each iteration needs a slice of dimension 0."""
         state, shape = self.entering(i), self.operand_avals[i].shape
         for axis, split in enumerate(state):
-            if not isinstance(split, Split) or split.dim not in (0, FLAT):
+            if not isinstance(split, Split) or split.dim not in (0, flat(0)):
                 continue
             state = on_axis(state, axis, None)
             for dim in range(1, len(shape)):
@@ -409,27 +403,19 @@ def _union(wants: Wants, state: Sharding) -> Wants:
 
 def _shift(state: Sharding, by: int) -> Sharding:
     """Sharding of a slice of (`by=-1`), or of a stack of (`by=1`), such values."""
-    return tuple(
-        Split(s.dim + by, s.stored) if isinstance(s, Split) else s for s in state
-    )
+    return tuple(_shifted(s, by) if isinstance(s, Split) else s for s in state)
+
+
+def _shifted(split: Split, by: int) -> Split:
+    return Split(split.dim + (by if split.dim >= 0 else -by), split.stored)
 
 
 def _shift_wants(wants: Wants, by: int) -> Wants:
     return tuple(
         frozenset(
-            None if s is None else Split(s.dim + by, s.stored)
+            None if s is None else _shifted(s, by)
             for s in opinions
-            if s is None or (s.dim != FLAT and s.dim + by >= 0)
+            if s is None or by > 0 or s.dim not in (0, flat(0))
         )
         for opinions in wants
-    )
-
-
-def _has_flat(state: Sharding) -> bool:
-    return any(isinstance(s, Split) and s.dim == FLAT for s in state)
-
-
-def _without_flat(state: Sharding) -> Sharding:
-    return tuple(
-        None if isinstance(s, Split) and s.dim == FLAT else s for s in state
     )

@@ -15,13 +15,18 @@ from typing import Any
 
 from shardfn._plan import BodyPlan
 from shardfn._reshard import can_split
-from shardfn._rule import OpShardingRule
+from shardfn._rule import (
+    OpShardingRule,
+    flat_factor,
+    flat_factor_start,
+    is_flat_factor,
+)
 from shardfn._sharding import (
-    FLAT,
     Axes,
     Sharding,
     Split,
     Unreduced,
+    flat,
     on_axis,
 )
 
@@ -37,7 +42,7 @@ class Decision:
       operands: shardings it needs its operands in.
       made: shardings of the results as the op makes them.
       settled: the same after unreduced results that must not stay so are reduced.
-      parts: `(factor, mesh axis index)`, "" for the flattened value.
+      parts: `(factor, mesh axis index)` for every factor that is split.
       bodies: plans of the bodies of control flow.
       wants: what control flow wants its operands in; empty for an op.
       fallback: whether operands are gathered because there is no rule.
@@ -138,8 +143,8 @@ class OpSite:
         return None
 
     def factor(self, dims: Any, dim: int) -> str | None:
-        if dim == FLAT:
-            return "" if self.rule.flat else None
+        if dim < 0:
+            return flat_factor(dim) if self.rule.flat else None
         return self.rule.major(dims, dim)
 
     def wanted(self, axis: int) -> tuple[dict[str, bool], bool]:
@@ -181,7 +186,7 @@ class OpSite:
         return None if best is None else (best, True)
 
     def reduces(self, factor: str) -> bool:
-        if factor == "":
+        if is_flat_factor(factor):
             return bool(self.rule.reduce)
         return self.rule.reducer(factor) is not None
 
@@ -190,9 +195,10 @@ class OpSite:
         count = self.axes.sizes[axis]
         if count == 1:
             return False
-        if factor == "":
-            return stored and not self.parts and self.can_part_flat(axis)
-        if any(f == "" for f, _ in self.parts) or not self.rule.is_splittable(factor):
+        if is_flat_factor(factor):
+            return stored and not self.parts and self.can_part_flat(factor)
+        flattened = any(is_flat_factor(f) for f, _ in self.parts)
+        if flattened or not self.rule.is_splittable(factor):
             return False
         parts = math.prod(self.axes.sizes[a] for f, a in self.parts if f == factor)
         size = self.rule.size(factor)
@@ -206,10 +212,16 @@ class OpSite:
             if (dim := self.rule.dim_of(dims, factor)) is not None
         )
 
-    def can_part_flat(self, axis: int) -> bool:
-        return self.rule.flat and all(
-            _size(aval) > 0 for _, aval, _ in self.sides()
-        )
+    def can_part_flat(self, factor: str) -> bool:
+        """Whether all values but scalars keep the dimensions in front of the flat ones."""
+        start = flat_factor_start(factor)
+        leading = {
+            dims[:start] if len(dims) > start else None
+            for dims, aval, _ in self.sides()
+            if dims
+        }
+        sizes = all(_size(aval) > 0 for _, aval, _ in self.sides())
+        return sizes and len(leading) == 1 and None not in leading
 
     def sides(self) -> list[tuple[Any, Any, Sharding]]:
         return [
@@ -235,13 +247,13 @@ class OpSite:
             self.results[j] = on_axis(self.results[j], axis, state)
 
     def dim_of(self, dims: Any, factor: str) -> int | None:
-        if factor == "":
-            return FLAT if dims else None
+        if is_flat_factor(factor):
+            return flat(flat_factor_start(factor)) if dims else None
         return self.rule.dim_of(dims, factor)
 
     def reducer(self, factor: str) -> str:
         pairs = dict(self.rule.reduce)
-        return next(iter(pairs.values())) if factor == "" else pairs[factor]
+        return next(iter(pairs.values())) if is_flat_factor(factor) else pairs[factor]
 
     def additive_partners(self, factor: str, having: list[int]) -> set[int]:
         """Operands added to a sum over `factor` that do not have it themselves."""

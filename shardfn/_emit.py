@@ -20,8 +20,15 @@ from shardfn._collectives import run_move, varying
 from shardfn._padding import is_inside
 from shardfn._plan import Apply, BodyPlan, Ref, Reshard
 from shardfn._program import Node, Program, aval_of
-from shardfn._rule import LocalOp, OpShardingRule, rule_of, run_local
-from shardfn._sharding import FLAT, Axes, Sharding, local_shape
+from shardfn._rule import (
+    LocalOp,
+    OpShardingRule,
+    flat_factor_start,
+    is_flat_factor,
+    rule_of,
+    run_local,
+)
+from shardfn._sharding import Axes, Sharding, local_shape
 
 Arrays = Sequence[jax.Array]
 
@@ -242,10 +249,11 @@ def _masked(
 ) -> jax.Array:
     """`x` with its padding along reduced factors replaced by what does not count."""
     for factor, names, count in op.parts:
-        if factor == "":
+        if is_flat_factor(factor):
             if not op.rule.reduce or not dims:
                 continue
-            reducer, dim, size = op.rule.reduce[0][1], 0, math.prod(shape)
+            reducer, dim = op.rule.reduce[0][1], flat_factor_start(factor)
+            size = math.prod(shape[dim:])
         else:
             reducer, dim = op.rule.reducer(factor), op.rule.dim_of(dims, factor)
             size = op.rule.size(factor)
@@ -287,5 +295,3 @@ def _last_uses(plan: BodyPlan) -> dict[int, list[Ref]]:
         out.setdefault(index, []).append(ref)
     return out
 
-
-__all__ = ["FLAT", "emit", "neutral"]

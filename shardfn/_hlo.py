@@ -172,7 +172,8 @@ def _is_sliced(instr: Instruction, computation: Computation) -> bool:
 
 def _is_overlapped(start: Instruction, scope: _Scope) -> bool:
     """Whether a matrix product is scheduled between `start` and its `-done`."""
-    if not start.opcode.endswith("-start"):
+    waits = start.opcode.endswith("-start")
+    if not waits or not (is_collective(start) or start.opcode == "async-start"):
         return False
     order = scope.instructions
     begin = order.index(start)

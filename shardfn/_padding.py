@@ -5,7 +5,6 @@ stored array is remembered beside the array, so that any step given it can trace
 the shape that the user knows.
 """
 
-import math
 import weakref
 from collections.abc import Sequence
 
@@ -13,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardfn._sharding import FLAT, Axes, Sharding, Split, is_flat, stored_shape
+from shardfn._sharding import Axes, Sharding, Split, stored_shape, viewed
 
 _logical: dict[int, tuple[weakref.ref[jax.Array], tuple[int, ...]]] = {}
 
@@ -36,8 +35,9 @@ def to_stored(x: jax.Array, sharding: Sharding, axes: Axes) -> jax.Array:
     shape = stored_shape(x.shape, sharding, axes)
     if shape == x.shape:
         return x
-    if is_flat(sharding):
-        x = x.reshape(-1)
+    for split in sharding:
+        if isinstance(split, Split):
+            x = x.reshape(viewed(x.shape, split.dim)[0])
     pads = [(0, to - size) for size, to in zip(x.shape, shape, strict=True)]
     return jnp.pad(x, pads)
 
@@ -46,9 +46,11 @@ def to_whole(x: jax.Array, shape: Sequence[int], sharding: Sharding) -> jax.Arra
     """The leaf of `shape` that a whole array of the stored shape stands for."""
     if tuple(x.shape) == tuple(shape):
         return x
-    if is_flat(sharding):
-        return x[: math.prod(shape)].reshape(shape)
-    return x[tuple(slice(0, size) for size in shape)]
+    view = tuple(shape)
+    for split in sharding:
+        if isinstance(split, Split):
+            view, _ = viewed(view, split.dim)
+    return x[tuple(slice(0, size) for size in view)].reshape(shape)
 
 
 def zero_padding(
@@ -59,9 +61,8 @@ def zero_padding(
         return x
     for axis, split in enumerate(sharding):
         if isinstance(split, Split):
-            dim = 0 if split.dim == FLAT else split.dim
-            size = math.prod(shape) if split.dim == FLAT else shape[dim]
-            inside = is_inside(x.shape, dim, size, (axes.names[axis],))
+            view, dim = viewed(shape, split.dim)
+            inside = is_inside(x.shape, dim, view[dim], (axes.names[axis],))
             x = jnp.where(inside, x, jnp.zeros((), x.dtype))
     return x
 

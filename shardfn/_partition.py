@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from shardfn._sharding import FLAT, Axes, Sharding, Split, on_axis
+from shardfn._sharding import Axes, Sharding, Split, flat, on_axis
 
 TILE = (8, 128)
 """Rows and columns of a TPU tile; a shard that does not fill tiles is padded on the wire."""
@@ -55,12 +55,12 @@ def _leaf_sharding(leaf: Any, axes: Axes, min_size: int, stacked: bool) -> Shard
 
 
 def choose_dim(shape: Sequence[int], count: int, stacked: bool = False) -> int:
-    """The dimension to split over `count` devices, or `FLAT`.
+    """The dimension to split over `count` devices, or `flat(start)`.
 
     A dimension that `count` divides wins, one whose shards fill tiles before one whose
     do not, then the largest. The layer dimension of a stack is taken only if no other
     divides. Without any, the dimension that wastes least on padding is taken if it wastes
-    at most 1%, and otherwise the leaf is flattened.
+    at most 1%, and otherwise the leaf is flattened, a stack layer by layer.
     """
 
     def waste(dim: int) -> float:
@@ -76,7 +76,9 @@ def choose_dim(shape: Sequence[int], count: int, stacked: bool = False) -> int:
     padded = [d for d in dims if waste(d) <= MAX_WASTE and not (stacked and d == 0)]
     if padded:
         return min(padded, key=lambda d: (waste(d), -shape[d]))
-    return FLAT
+    start = 1 if stacked else 0
+    size = math.prod(shape[start:])
+    return flat(start if -(-size // count) * count <= (1 + MAX_WASTE) * size else 0)
 
 
 def _fills_tiles(shape: Sequence[int], dim: int, count: int) -> bool:

@@ -67,7 +67,7 @@ class Apply:
       operands: a version per operand, None for a literal.
       operand_shardings: their shardings.
       result_shardings: shardings of the results as the op makes them.
-      parts: `(factor, mesh axis index)` for every factor that is split, "" for flat.
+      parts: `(factor, mesh axis index)` for every factor that is split.
       bodies: plans of control flow bodies.
       fallback: whether it runs on gathered operands for want of a rule.
       moved: bytes gathered for that.

@@ -8,12 +8,12 @@ import math
 from collections.abc import Sequence
 
 from shardfn._sharding import (
-    FLAT,
     Axes,
     Sharding,
     Split,
     Unreduced,
     axes_of,
+    flat_start,
     is_flat,
     local_shape,
     on_axis,
@@ -31,9 +31,11 @@ def can_split(
 
     Only stored values may be padded, and only along one mesh axis.
     """
-    if split.dim == FLAT:
+    start = flat_start(split.dim)
+    if start is not None:
         others = on_axis(sharding, axis, None)
-        return not any(isinstance(s, Split) for s in others) and math.prod(shape) > 0
+        alone = not any(isinstance(s, Split) for s in others)
+        return alone and start < len(shape) and math.prod(shape) > 0
     if split.dim >= len(shape) or is_flat(on_axis(sharding, axis, None)):
         return False
     parts = parts_of(on_axis(sharding, axis, None), split.dim, axes)
@@ -79,8 +81,9 @@ def _shrink(
             continue
         done = tuple(a for a in axes_of(end, goal.dim) if a < axis)
         present = axes_of(on_axis(now, axis, None), goal.dim)
-        flat_conflict = (goal.dim == FLAT) != is_flat(now) and any(
-            isinstance(s, Split) for s in on_axis(now, axis, None)
+        others = on_axis(now, axis, None)
+        flat_conflict = (goal.dim < 0 or is_flat(others)) and any(
+            isinstance(s, Split) for s in others
         )
         if present == done and not flat_conflict:
             return on_axis(now, axis, goal)
@@ -96,7 +99,7 @@ def _can_exchange(
     axes: Axes,
 ) -> bool:
     """Whether an all-to-all can move the split of `axis` to another dimension."""
-    if FLAT in (state.dim, goal.dim) or axes_of(now, state.dim) != (axis,):
+    if min(state.dim, goal.dim) < 0 or axes_of(now, state.dim) != (axis,):
         return False
     count = axes.sizes[axis]
     local = local_shape(shape, on_axis(now, axis, None), axes)

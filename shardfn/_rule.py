@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Primitive
 
-from shardfn._sharding import FLAT
+from shardfn._sharding import flat_start
 
 Dim = tuple[str, ...]
 """The factors that one dimension is made of, major to minor; usually one."""
@@ -186,6 +186,20 @@ def _can_sum(eqn: JaxprEqn, group: Iterable[int]) -> bool:
     return numbers and (dtypes == results or not exact)
 
 
+def flat_factor(dim: int) -> str:
+    """The factor `*k` that stands for all dimensions from `k` on, for `dim=flat(k)`."""
+    return f"*{flat_start(dim)}"
+
+
+def is_flat_factor(factor: str) -> bool:
+    return factor.startswith("*")
+
+
+def flat_factor_start(factor: str) -> int:
+    """The `k` of the factor `*k`."""
+    return int(factor[1:])
+
+
 @dataclass(frozen=True, slots=True)
 class LocalOp:
     """One equation as one device runs it: the equation, its rule, and what is split.
@@ -194,7 +208,7 @@ class LocalOp:
       eqn: the equation as traced, on global shapes.
       rule: its rule.
       parts: `(factor, (axis name, ...), number of blocks)` for every split factor; the
-        factor is "" when the flattened value is split.
+        factor is `*k` when the dimensions from `k` on are flattened and split.
       result_shapes: local shapes of the results.
     """
 
@@ -228,7 +242,13 @@ class LocalOp:
 
     @property
     def is_flat(self) -> bool:
-        return any(name == "" for name, _, _ in self.parts)
+        return any(is_flat_factor(name) for name, _, _ in self.parts)
+
+    @property
+    def flat_axes(self) -> tuple[int, ...]:
+        """All dimensions of the local operands, where those are flattened."""
+        (start,) = (flat_factor_start(name) for name, _, _ in self.parts)
+        return tuple(range(start + 1))
 
 
 RuleFn = Callable[[JaxprEqn], OpShardingRule]
@@ -283,7 +303,6 @@ def run_local(op: LocalOp, *operands: jax.Array) -> Sequence[jax.Array]:
 
 
 __all__ = [
-    "FLAT",
     "LocalOp",
     "OpShardingRule",
     "factor_names",

@@ -10,8 +10,15 @@ from dataclasses import dataclass
 
 from jax.sharding import PartitionSpec
 
-FLAT = -1
-"""`Split.dim` of a value that is split as one flattened dimension."""
+
+def flat(start: int) -> int:
+    """`Split.dim` of a value whose dimensions from `start` on are split as one."""
+    return -1 - start
+
+
+def flat_start(dim: int) -> int | None:
+    """Inverse of `flat`; None for an ordinary dimension."""
+    return -1 - dim if dim < 0 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +26,8 @@ class Split:
     """Each device along the axis holds one contiguous block of dimension `dim`.
 
     Attributes:
-      dim: the dimension, or `FLAT`: the value is flattened, padded and split.
+      dim: the dimension, or `flat(start)`: the dimensions from `start` on are flattened
+        into one, which is padded and split.
       stored: True if the split comes from the stored state, False if from the batch.
     """
 
@@ -77,54 +85,65 @@ def parts_of(sharding: Sharding, dim: int, axes: Axes) -> int:
 
 
 def is_flat(sharding: Sharding) -> bool:
-    return bool(axes_of(sharding, FLAT))
+    return any(isinstance(s, Split) and s.dim < 0 for s in sharding)
+
+
+def viewed(shape: Sequence[int], dim: int) -> tuple[tuple[int, ...], int]:
+    """The shape that `dim` is a dimension of, flattened if need be, and which it is."""
+    start = flat_start(dim)
+    if start is None:
+        return tuple(shape), dim
+    return (*shape[:start], math.prod(shape[start:])), start
 
 
 def local_shape(
     shape: Sequence[int], sharding: Sharding, axes: Axes
 ) -> tuple[int, ...]:
     """Shape on one device. Blocks of a dimension that does not divide are rounded up."""
-    if is_flat(sharding):
-        return (-(-math.prod(shape) // parts_of(sharding, FLAT, axes)),)
-    return tuple(
-        -(-size // parts_of(sharding, dim, axes)) for dim, size in enumerate(shape)
-    )
+    out = list(shape)
+    for dim in {s.dim for s in sharding if isinstance(s, Split)}:
+        view, at = viewed(out, dim)
+        out = list(view)
+        out[at] = -(-out[at] // parts_of(sharding, dim, axes))
+    return tuple(out)
 
 
 def stored_shape(
     shape: Sequence[int], sharding: Sharding, axes: Axes
 ) -> tuple[int, ...]:
     """Shape of the global array, padding included, that `local_shape` blocks make up."""
-    local = local_shape(shape, sharding, axes)
-    if is_flat(sharding):
-        return (local[0] * parts_of(sharding, FLAT, axes),)
-    return tuple(
-        size * parts_of(sharding, dim, axes) for dim, size in enumerate(local)
-    )
+    out = list(local_shape(shape, sharding, axes))
+    for dim in {s.dim for s in sharding if isinstance(s, Split)}:
+        start = flat_start(dim)
+        out[dim if start is None else start] *= parts_of(sharding, dim, axes)
+    return tuple(out)
 
 
 def partition_spec(sharding: Sharding, axes: Axes) -> PartitionSpec:
     """The PartitionSpec of the global array. `sharding` must not be unreduced."""
     if any(isinstance(s, Unreduced) for s in sharding):
         raise ValueError(f"an unreduced value has no PartitionSpec: {sharding}")
-    dims = [s.dim for s in sharding if isinstance(s, Split)]
-    rank = max(dims, default=-1) + 1 if FLAT not in dims else 1
+    dims = {
+        s.dim if (start := flat_start(s.dim)) is None else start: s.dim
+        for s in sharding
+        if isinstance(s, Split)
+    }
     entries: list[str | tuple[str, ...] | None] = []
-    for dim in range(rank):
-        names = tuple(
-            axes.names[a]
-            for a in axes_of(sharding, FLAT if FLAT in dims else dim)
-        )
+    for at in range(max(dims, default=-1) + 1):
+        over = axes_of(sharding, dims[at]) if at in dims else ()
+        names = tuple(axes.names[a] for a in over)
         entries.append(names[0] if len(names) == 1 else names or None)
     return PartitionSpec(*entries)
 
 
 def show(sharding: Sharding, axes: Axes) -> str:
-    """`data:0` split on dimension 0, `data:+` unreduced sum, `replicated` otherwise."""
+    """`data:0` split on dimension 0, `data:0*` on 0 and all after it flattened, `data:+`
+    an unreduced sum, else `replicated`."""
     parts = []
     for name, state in zip(axes.names, sharding, strict=True):
         if isinstance(state, Split):
-            parts.append(f"{name}:{'flat' if state.dim == FLAT else state.dim}")
+            start = flat_start(state.dim)
+            parts.append(f"{name}:{state.dim if start is None else f'{start}*'}")
         elif isinstance(state, Unreduced):
             parts.append(f"{name}:{'+' if state.op == 'sum' else state.op}")
     return " ".join(parts) or "replicated"

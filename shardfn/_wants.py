@@ -12,7 +12,7 @@ from shardfn._decide import Decision, Wants, itemsize
 from shardfn._program import Node, Program, aval_of
 from shardfn._reshard import can_split
 from shardfn._rule import OpShardingRule
-from shardfn._sharding import FLAT, Axes, Sharding, Split, Unreduced
+from shardfn._sharding import Axes, Sharding, Split, Unreduced, flat_start
 
 Place = tuple[int, int]
 """A value and a mesh axis."""
@@ -200,8 +200,10 @@ def _through(
     """The split of an operand that makes the result split as wanted."""
     if want is None:
         return None
-    if want.dim == FLAT:
-        return want if rule.flat and operand else None
+    start = flat_start(want.dim)
+    if start is not None:
+        keeps = rule.flat and len(operand) > start and operand[:start] == result[:start]
+        return want if keeps else None
     factor = rule.major(result, want.dim)
     if factor is None or not rule.is_splittable(factor):
         return None

@@ -91,7 +91,8 @@ def _hashed_counts(op: LocalOp, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
     )
     data = jax.random.key_data(keys)
     rank = len(op.result_shapes[0])
-    words = [data[..., i].reshape(keys.shape + (1,) * len(made)) for i in (0, 1)]
+    aligned = keys.shape + (1,) * len(made) if keys.ndim else ()
+    words = [data[..., i].reshape(aligned) for i in (0, 1)]
     counts = [lax.expand_dims(c, range(rank - len(made))) for c in counts]
     axes = frozenset().union(*map(varying_axes, (*words, *counts)))
     same = [_vary_over(x, axes) for x in (*words, *counts)]

@@ -32,7 +32,7 @@ _ON_BOOLEANS = {"max": "or", "min": "and", "and": "and", "or": "or"}
 
 
 def _reduce_local(op: LocalOp, operand: jax.Array) -> Sequence[jax.Array]:
-    return op.bind(operand, **({"axes": (0,)} if op.is_flat else {}))
+    return op.bind(operand, **({"axes": op.flat_axes} if op.is_flat else {}))
 
 
 @register_rule(*primitives(*_REDUCERS, "reduce_xor"), local=_reduce_local)
