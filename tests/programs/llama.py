@@ -67,7 +67,7 @@ class Llama(nn.Module):
 
 def build(name: str, scan: bool) -> Program:
     """The program that trains `Llama(scan)` with Adam and z-loss."""
-    model, tx = Llama(scan), optax.adam(1e-3, b2=0.95)
+    model, tx = Llama(scan), optax.adam(1e-3, b2=0.95, eps=1e-5)
 
     def init(key):
         params = model.init(key, jnp.zeros((1, 7), jnp.int32))
