@@ -253,10 +253,14 @@ class FlowSite:
         """The carries that can stay unreduced until after the loop, if all may."""
         (body,) = self.node.bodies
         plan = solve(carry).plan
+        reduced_into = _reduced_into(body, plan, self.rule)
         found = [
             k
-            for k in sorted(_reduced_into(body, plan, self.rule))
-            if k < len(carry) and all(s is None for s in carry[k])
+            for k, (state, made) in enumerate(
+                zip(carry, plan.output_shardings, strict=False)
+            )
+            if all(s is None for s in state)
+            and (k in reduced_into or any(isinstance(s, Unreduced) for s in made))
         ]
         size = sum(self.size(avals[k]) * itemsize(avals[k]) for k in found)
         if not found or size > LOOP_BYTES:

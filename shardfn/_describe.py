@@ -8,12 +8,13 @@ import hashlib
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from shardfn._errors import where
+from shardfn._phase import FORWARD, node_phases
 from shardfn._plan import (
     Apply,
     BodyPlan,
@@ -51,11 +52,12 @@ def make_plan(
     Returns:
       The plan with its collectives and M.
     """
-    inputs = _Walk(axes).seed(program, body, input_paths)
-    gathered = {line.path for line, _ in inputs if line.op == "all_gather"}
-    lines = _Walk(axes, gathered).seed(program, body, input_paths, output_paths)
+    parameters_of = _Walk(axes, _read_forward(program, input_paths))
+    lines = parameters_of.walk(program, body, input_paths, output_paths, 1)
     parameters: dict[str, int] = {}
+    collectives = []
     for line, size in lines:
+        collectives.append(line)
         if line.op == "all_gather" and size:
             key = line.path or f"{line.shape} {line.place}"
             total = size * (line.times or 1)
@@ -63,7 +65,7 @@ def make_plan(
     return Plan(
         axes=axes,
         body=body,
-        collectives=tuple(line for line, _ in lines),
+        collectives=tuple(collectives),
         parameter_bytes=sum(parameters.values()),
         program=fingerprint,
     )
@@ -81,20 +83,11 @@ def fingerprint_of(closed_jaxpr: Any, constants: Sequence[Any]) -> str:
 
 @dataclass(slots=True)
 class _Walk:
-    """Goes through a plan and its bodies; `gathered` are the paths that label gradients."""
+    """Goes through a plan and its bodies; gradients are named after `parameters` before
+    other state leaves that they update."""
 
     axes: Axes
-    gathered: set[str] = field(default_factory=set)
-
-    def seed(
-        self,
-        program: Program,
-        body: BodyPlan,
-        input_paths: Sequence[str],
-        output_paths: Sequence[str] = (),
-    ) -> list[tuple[Collective, int]]:
-        """Every collective, and the bytes of the parameter that it gathers, or 0."""
-        return list(self.walk(program, body, input_paths, output_paths, 1))
+    parameters: set[str]
 
     def walk(
         self,
@@ -104,6 +97,7 @@ class _Walk:
         output_paths: Sequence[str],
         times: int | None,
     ) -> Iterator[tuple[Collective, int]]:
+        """Every collective, and the bytes of the parameter that it gathers, or 0."""
         labels = self.label(program, input_paths, output_paths)
         users = _users(program, body)
         for step in body.steps:
@@ -154,11 +148,24 @@ class _Walk:
         outputs = list(zip(program.outputs, output_paths, strict=False))
         for wanted in (True, False):
             for atom, path in outputs:
-                if isinstance(atom, int) and path and (path in self.gathered) == wanted:
+                if isinstance(atom, int) and path and (path in self.parameters) == wanted:
                     labels.setdefault(atom, path)
             for node in reversed(program.nodes):
                 _label_operands(program, node, labels)
         return labels
+
+
+def _read_forward(program: Program, input_paths: Sequence[str]) -> set[str]:
+    """Paths of the state leaves that the forward pass reads: the parameters."""
+    phases = node_phases(program, FORWARD)
+    read = {
+        atom
+        for node, phase in zip(program.nodes, phases, strict=True)
+        if phase == FORWARD
+        for atom in node.inputs
+        if isinstance(atom, int)
+    }
+    return {p for v, p in zip(program.inputs, input_paths, strict=True) if v in read}
 
 
 def _only_source(program: Program, node: Node) -> int | None:
@@ -229,5 +236,3 @@ def _producer(program: Program, value: int) -> Node | None:
 def _size(program: Program, atom: Atom) -> int:
     return math.prod(getattr(aval_of(program, atom), "shape", ()))
 
-
-__all__ = ["fingerprint_of", "make_plan", "replace"]

@@ -130,6 +130,7 @@ class _Run:
                 "while": self.loop,
                 "cond": self.branch,
                 "remat": self.remat,
+                "barrier": self.barrier,
             }[node.kind](step, node, operands)
         for value, result, sharding in zip(
             node.outputs, results, step.result_shardings, strict=True
@@ -174,6 +175,9 @@ class _Run:
         """Operands cast to vary along the same mesh axes, as primitives demand."""
         names = frozenset().union(*map(_compat.varying_axes, operands))
         return [varying(x, *sorted(names)) for x in operands]
+
+    def barrier(self, step: Apply, node: Node, operands: Arrays) -> Arrays:
+        return lax.optimization_barrier(tuple(operands))
 
     # Control flow
 

@@ -21,7 +21,10 @@ def _shorten(place: str) -> str:
 
 def where(eqn: JaxprEqn) -> str:
     """The user's line that made `eqn`, such as `train.py:41 (loss_fn)`."""
-    file, _, rest = _shorten(_compat.summarize(eqn)).partition(":")
+    place = _shorten(_compat.summarize(eqn))
+    if ":" not in place:
+        return f"an unknown line ({eqn.primitive.name})"
+    file, _, rest = place.partition(":")
     line, _, tail = rest.partition(":")
     function = tail.partition(" ")[2] or rest.partition(" ")[2]
     return f"{file}:{line.split(' ')[0]} {function}".strip()

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from shardfn._reshard import COMMUNICATES, move_of, wire_elements
 from shardfn._sharding import Axes, Sharding
 
-FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
-
 
 @dataclass(frozen=True, slots=True)
 class Ref:

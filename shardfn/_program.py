@@ -29,7 +29,8 @@ class Node:
       inputs: value numbers or literals.
       outputs: value numbers.
       backward: True in the backward pass of autodiff.
-      kind: "op", or the control flow: "scan", "while", "cond", "remat".
+      kind: "op", "barrier" (operands pass through unchanged, tied together), or the
+        control flow: "scan", "while", "cond", "remat".
       bodies: the programs of control flow: the scan or remat body, the while condition
         and body, the branches.
       counts: scan: (constants, carries); while: (condition constants, body constants).
@@ -91,7 +92,12 @@ class _Builder:
 
 @dataclass
 class _Values:
-    """The values and nodes of one program while it is built."""
+    """The values and nodes of one program while it is built.
+
+    Equations on equal operands are merged, except those on literals alone: what they make
+    can be made in any sharding, and consumers that want different ones should not share
+    it. `same` maps such a value to the first one equal to it.
+    """
 
     builder: _Builder
     backward: bool
@@ -100,6 +106,7 @@ class _Values:
     constants: list[tuple[int, Any]] = field(default_factory=list)
     seen: dict[Hashable, tuple[int, ...]] = field(default_factory=dict)
     zeros: set[int] = field(default_factory=set)
+    same: dict[int, int] = field(default_factory=dict)
 
     def run(self, closed: Any) -> Program:
         jaxpr, consts = _compat.open_jaxpr(closed)
@@ -146,9 +153,10 @@ class _Values:
     def add(
         self, eqn: Any, operands: tuple[Atom, ...], backward: bool
     ) -> tuple[int, ...]:
-        key = _merge_key(eqn, operands)
-        if key is not None and key in self.seen:
-            return self.seen[key]
+        key = _merge_key(eqn, operands, self.same)
+        equal = self.seen.get(key) if key is not None else None
+        if equal is not None and any(isinstance(atom, int) for atom in operands):
+            return equal
         kind, bodies, counts = self.control_flow(eqn, backward)
         outputs = tuple(self.new(v.aval) for v in eqn.outvars)
         self.nodes.append(
@@ -156,7 +164,9 @@ class _Values:
         )
         if self.makes_zeros(eqn, operands):
             self.zeros.update(outputs)
-        if key is not None:
+        if equal is not None:
+            self.same.update(zip(outputs, equal, strict=True))
+        elif key is not None:
             self.seen[key] = outputs
         return outputs
 
@@ -177,6 +187,8 @@ class _Values:
             return "cond", tuple(map(body, params["branches"])), (0, 0)
         if eqn.primitive is _compat.remat_p:
             return "remat", (body(params["jaxpr"]),), (0, 0)
+        if eqn.primitive.name == "optimization_barrier":
+            return "barrier", (), (0, 0)
         return "op", (), (0, 0)
 
     def makes_zeros(self, eqn: Any, operands: tuple[Atom, ...]) -> bool:
@@ -189,14 +201,10 @@ class _Values:
         return first in self.zeros
 
 
-def _merge_key(eqn: Any, operands: tuple[Atom, ...]) -> Hashable | None:
-    """Equal keys mean equal results; None if the equation must not be merged.
-
-    What is made of literals alone can be made in any sharding: its consumers, who may want
-    it in different ones, do not have to share it.
-    """
-    if not any(isinstance(atom, int) for atom in operands):
-        return None
+def _merge_key(
+    eqn: Any, operands: tuple[Atom, ...], same: dict[int, int]
+) -> Hashable | None:
+    """Equal keys mean equal results; None if the equation must not be merged."""
     if eqn.effects or eqn.primitive.name in ("optimization_barrier", "name"):
         return None
     if any(hasattr(p, "eqns") or hasattr(p, "jaxpr") for p in eqn.params.values()):
@@ -204,7 +212,7 @@ def _merge_key(eqn: Any, operands: tuple[Atom, ...]) -> Hashable | None:
 
     def operand_key(atom: Atom) -> Hashable:
         if isinstance(atom, int):
-            return atom
+            return same.get(atom, atom)
         value = np.asarray(atom.val) if np.isscalar(atom.val) else atom.val
         return type(atom.val), str(atom.aval), value.tobytes()
 

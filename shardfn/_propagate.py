@@ -7,12 +7,13 @@ are made. A few rounds settle; any round's decisions are a correct plan.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardfn._control_flow import FlowSite, Solved, reduced
-from shardfn._decide import Decision, OpSite, Wants, itemsize
-from shardfn._plan import BACKWARD, FORWARD, UPDATE, BodyPlan
+from shardfn._decide import Decision, OpSite, Wants, split_again
+from shardfn._phase import FORWARD, node_phases
+from shardfn._plan import BodyPlan
 from shardfn._program import Atom, Node, Program, aval_of
 from shardfn._rule import OpShardingRule, rule_of
 from shardfn._sharding import Axes, Sharding, Split, Unreduced
@@ -172,7 +173,10 @@ class _Body:
         operand_avals = [aval_of(program, a) for a in node.inputs]
         result_avals = [program.avals[v] for v in node.outputs]
         wants = [reviewed.wants.get(v, self.nothing) for v in node.outputs]
-        if node.kind != "op":
+        if node.kind == "barrier":
+            made = tuple(states)
+            decision = Decision(made, made, made, wants=tuple(wants))
+        elif node.kind != "op":
             decision = FlowSite(
                 node=node,
                 operand_avals=operand_avals,
@@ -200,7 +204,7 @@ class _Body:
             whole = [axes.replicated] * len(node.inputs)
             made = (axes.replicated,) * len(node.outputs)
             gathers = any(s != axes.replicated for s in states)
-            return Decision(tuple(whole), made, made, fallback=gathers)
+            decision = Decision(tuple(whole), made, made, fallback=gathers)
         else:
             site = OpSite(
                 rule=rule,
@@ -215,25 +219,27 @@ class _Body:
             operands, results, parts = site.decide()
             made = tuple(results)
             decision = Decision(tuple(operands), made, made, tuple(parts))
-        settled = tuple(
+        settled = [
             self.settle(v, state, want, reviewed)
             for v, state, want in zip(node.outputs, made, wants, strict=True)
-        )
-        return Decision(
-            decision.operands,
-            made,
-            settled,
-            decision.parts,
-            decision.bodies,
-            decision.wants,
-        )
+        ]
+        if node.kind == "op":
+            settled = split_again(
+                self.solver.rule(node), decision.operands, states, settled,
+                result_avals, wants, axes,
+            )
+        return replace(decision, settled=tuple(settled))
 
     def may_keep(self, node: Node, value: int, reviewed: Reviewed) -> bool:
-        """Whether a result of control flow may leave it unreduced."""
-        if any((value, a) in reviewed.settled for a in range(len(self.nothing))):
-            return False
-        loops = node.kind != "remat"
-        return not loops or size_of(self.program.avals[value]) < self.solver.small
+        """Whether a result of control flow may leave it unreduced.
+
+        What a loop makes in every iteration may if it is small, and is then reduced once,
+        after the loop.
+        """
+        if node.kind != "remat":
+            return size_of(self.program.avals[value]) < self.solver.small
+        axes = range(len(self.solver.axes.names))
+        return all((value, axis) not in reviewed.settled for axis in axes)
 
     def settle(
         self, value: int, made: Sharding, wants: Wants, reviewed: Reviewed
@@ -251,31 +257,6 @@ class _Body:
         return tuple(m if a in kept else d for a, (m, d) in enumerate(
             zip(made, done, strict=True)
         ))
-
-
-def node_phases(program: Program, start: str) -> list[str]:
-    """The phase of every node: forward up to the first backward one, update after it."""
-    seen = start != FORWARD
-    phases = []
-    for node in program.nodes:
-        if node.backward:
-            seen = True
-            phases.append(BACKWARD)
-        elif holds_backward(node):
-            phases.append(UPDATE if seen else FORWARD)
-            seen = True
-        else:
-            phases.append(UPDATE if seen else FORWARD)
-    return phases
-
-
-def holds_backward(node: Node) -> bool:
-    """Whether a body of the node has a backward pass of its own."""
-    return any(
-        inner.backward or holds_backward(inner)
-        for body in node.bodies
-        for inner in body.nodes
-    )
 
 
 def size_of(aval: Any) -> int:
@@ -311,5 +292,3 @@ def propagate(
     keep = [False] * len(required)
     return solver.solve(program, inputs, required, wants, keep, FORWARD).plan
 
-
-__all__ = ["Solver", "itemsize", "node_phases", "propagate"]

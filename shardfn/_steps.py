@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from shardfn._decide import Decision, itemsize
 from shardfn._errors import where
+from shardfn._phase import last_phase
 from shardfn._plan import Apply, BodyPlan, Ref, Reshard, Step
 from shardfn._program import Atom, Node, Program
 from shardfn._reshard import reshard_path
@@ -84,7 +85,7 @@ class _Writer:
         ):
             if not same_blocks(made, settled):
                 self.current[value] = self.move(
-                    Ref(value), made, settled, phase, stored=False
+                    Ref(value), made, settled, last_phase(node, phase), stored=False
                 )
 
     def version(self, atom: Atom, sharding: Sharding, phase: str) -> Ref | None:

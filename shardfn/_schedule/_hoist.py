@@ -73,9 +73,9 @@ def _without(plan: BodyPlan, move: Reshard, i: int) -> BodyPlan:
 
     steps: list[Step] = []
     for step in plan.steps:
-        if step is move:
-            continue
         if isinstance(step, Reshard):
+            if step.result == move.result:
+                continue
             source, after = renamed(step.source), renamed(step.after)
             assert source is not None
             steps.append(replace(step, source=source, after=after))
