@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jax.tree_util import keystr, tree_flatten_with_path
 
+from shardfn import _compat
 from shardfn._errors import ShardingError, call_site
 from shardfn._padding import logical_shape
 from shardfn._sharding import Axes, Sharding, Split, on_axis
@@ -85,7 +86,9 @@ def batch_shardings(
       PRNG keys replicated.
     """
     specs: list[PartitionSpec | None] = []
-    whole = batch[0] if len(batch) == 1 and not isinstance(spec, tuple) else tuple(batch)
+    whole = (
+        batch[0] if len(batch) == 1 and not isinstance(spec, tuple) else tuple(batch)
+    )
     _match(spec, whole, specs)
     return tuple(
         _batch_leaf(leaf, one, axes) for leaf, one in zip(leaves, specs, strict=True)
@@ -99,9 +102,9 @@ def _match(spec: Any, tree: Any, out: list[PartitionSpec | None]) -> None:
         return
     children = tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)[0]
     named = {path[0]: child for path, child in children}
-    wanted = tree_flatten_with_path(
-        spec, is_leaf=lambda x: x is not spec or x is None
-    )[0]
+    wanted = tree_flatten_with_path(spec, is_leaf=lambda x: x is not spec or x is None)[
+        0
+    ]
     specs = {path[0]: child for path, child in wanted}
     unknown = [path_name([key]) for key in specs if key not in named]
     if unknown:
@@ -139,7 +142,7 @@ def _batch_leaf(leaf: Leaf, spec: PartitionSpec | None, axes: Axes) -> Sharding:
 
 def _is_whole(aval: jax.ShapeDtypeStruct) -> bool:
     """Scalars and PRNG keys, typed or raw, are the same on every device."""
-    is_key = jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)
+    is_key = _compat.is_key(aval.dtype)
     is_raw_key = aval.dtype == np.uint32 and aval.shape in ((2,), (4,))
     return not aval.shape or is_key or is_raw_key
 
@@ -154,6 +157,6 @@ def _refuse(leaf: Leaf, dim: int, count: int, names: Sequence[str]) -> None:
         f"batch leaf '{leaf.name}' has {rows} {unit}, which {count} devices on mesh "
         f"axis {axis} cannot split evenly.\n"
         f"  the step was called at {call_site()}\n"
-        f"Pad the batch to {-(-max(rows, 1) // count) * count} {unit} and mask the loss,"
-        f" or pass batch_spec={{{str(name)!r}: P()}} to replicate it."
+        f"Pad the batch to {-(-max(rows, 1) // count) * count} {unit} and mask the "
+        f"loss, or pass batch_spec={{{str(name)!r}: P()}} to replicate it."
     )

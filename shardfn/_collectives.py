@@ -27,7 +27,8 @@ from shardfn._sharding import (
 def run_move(
     x: jax.Array, shape: Sequence[int], before: Sharding, after: Sharding, axes: Axes
 ) -> jax.Array:
-    """Moves `x`, a local block of a value of global `shape`, from `before` to `after`."""
+    """Moves `x`, a local block of a value of global `shape`, from `before` to
+    `after`."""
     op, axis = move_of(before, after)
     name = axes.names[axis]
     state, goal = before[axis], after[axis]

@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax import core as core_types
+from jax import numpy as jnp
 from jax._src import source_info_util as _source_info
 from jax._src.interpreters import partial_eval as _private_partial_eval
 from jax.extend import core
 from jax.extend import random as _extend_random
 from jax.extend import source_info_util as _public_source_info
-from jax.extend.core import JaxprEqn, Literal, Primitive
+from jax.extend.core import JaxprEqn, Primitive
 from jax.extend.core import primitives as _primitives
 from jax.interpreters import partial_eval as _partial_eval
 
@@ -45,7 +47,8 @@ def hiding_flags() -> list[str]:
 
 
 def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
-    """The jaxpr without its constants, and the constants: one type or two, by version."""
+    """The jaxpr without its constants, and the constants: one type or two, by
+    version."""
     return jaxpr.jaxpr, tuple(jaxpr.consts)
 
 
@@ -80,8 +83,8 @@ def without_dead_code(closed: Any) -> Any:
 def bind_remat(eqn: JaxprEqn, body: Any, *args: jax.Array) -> Sequence[jax.Array]:
     """Binds `eqn`'s remat primitive with another body, `body(*args)` on local values.
 
-    The parameter `differentiated` is what makes its lowering put an optimization barrier
-    around the recomputation, and `jax.checkpoint` cannot set it.
+    The parameter `differentiated` is what makes its lowering put an optimization
+    barrier around the recomputation, and `jax.checkpoint` cannot set it.
     """
     closed = jax.make_jaxpr(body)(*args)
     jaxpr, consts = open_jaxpr(closed)
@@ -103,7 +106,8 @@ def with_weak_type(x: jax.Array, weak: bool) -> jax.Array:
 
     if x.weak_type == weak:  # pyright: ignore
         return x
-    return lax_internal._convert_element_type(x, x.dtype, weak_type=weak)
+    out: Any = lax_internal._convert_element_type(x, x.dtype, weak_type=weak)
+    return out
 
 
 def summarize(eqn: JaxprEqn) -> str:
@@ -127,13 +131,17 @@ def name_stack(eqn: JaxprEqn) -> str:
 def as_user_code(eqn: JaxprEqn) -> Any:
     """A context in which bound primitives keep `eqn`'s source line and name scopes."""
     stack = _public_source_info.current_name_stack() + eqn.source_info.name_stack
-    return _public_source_info.user_context(
-        eqn.source_info.traceback, name_stack=stack
-    )
+    return _public_source_info.user_context(eqn.source_info.traceback, name_stack=stack)
 
 
-def is_literal(atom: Any) -> bool:
-    return isinstance(atom, Literal)
+def is_key(dtype: Any) -> bool:
+    """Whether this is the dtype of PRNG keys."""
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def is_traced(x: Any) -> bool:
+    """Whether `x` is a tracer, which has no values yet."""
+    return isinstance(x, core_types.Tracer)
 
 
 def primitive(name: str) -> Primitive | None:

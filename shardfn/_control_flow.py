@@ -1,6 +1,7 @@
 """How control flow is sharded: its bodies are solved like the program around them.
 
-In: a scan, while, cond or remat node, how its operands are sharded, what is wanted of its
+In: a scan, while, cond or remat node, how its operands are sharded, what is wanted of
+  its
 results. Out: a `Decision` that holds the plans of the bodies. Carries are a bounded
 fixpoint over their shardings, branches of a cond are joined.
 """
@@ -27,8 +28,8 @@ from shardfn._sharding import (
 CARRY_ROUNDS = 6
 
 LOOP_BYTES = 2**26
-"""What a loop may hold whole, in bytes: the sums it carries unreduced and, by themselves,
-the weights that all of its iterations share."""
+"""What a loop may hold whole, in bytes: the sums it carries unreduced and, by
+themselves, the weights that all of its iterations share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +161,8 @@ class FlowSite:
         return Decision((*consts, *carry, *xs), out, out, (), (solved.plan,), back)
 
     def scanned(self, i: int) -> Sharding:
-        """Sharding of a scanned operand: each iteration needs a slice of dimension 0."""
+        """Sharding of a scanned operand: each iteration needs a slice of dimension
+        0."""
         state, shape = self.entering(i), self.operand_avals[i].shape
         for axis, split in enumerate(state):
             if not isinstance(split, Split) or split.dim not in (0, flat(0)):
@@ -219,10 +221,10 @@ class FlowSite:
     ) -> tuple[Sharding, ...]:
         """The fixpoint of the carries' shardings, from their initial ones.
 
-        A carry that starts replicated may become split, or a sum whose terms stay on their
-        devices until after the loop, if the sums of the loop together are small. It
-        changes at most twice, so that the fixpoint ends; whatever it ends at is correct,
-        since the body's results are moved back to it.
+        A carry that starts replicated may become split, or a sum whose terms stay on
+        their devices until after the loop, if the sums of the loop together are small.
+        It changes at most twice, so that the fixpoint ends; whatever it ends at is
+        correct, since the body's results are moved back to it.
         """
         avals = [self.operand_avals[i] for i in positions]
         carry = [self.entering(i) for i in positions]
@@ -338,7 +340,8 @@ class FlowSite:
         )
 
     def join_branches(self, shardings: Sequence[Sharding]) -> Sharding:
-        """Split as all branches that split agree; a replicated branch takes its block."""
+        """Split as all branches that split agree; a replicated branch takes its
+        block."""
         out = []
         for states in zip(*shardings, strict=True):
             splits = {s for s in states if isinstance(s, Split)}
@@ -379,9 +382,7 @@ def reduced(state: Sharding, wants: Wants, aval: Any, axes: Axes) -> Sharding:
     return out
 
 
-def reduced_to_wanted(
-    state: Sharding, wants: Wants, aval: Any, axes: Axes
-) -> Sharding:
+def reduced_to_wanted(state: Sharding, wants: Wants, aval: Any, axes: Axes) -> Sharding:
     """A replicated `state`, split as its consumers want it if none wants it whole."""
     for axis, opinions in enumerate(wants):
         split = _preferred(opinions)
@@ -393,7 +394,8 @@ def reduced_to_wanted(
 
 
 def _preferred(opinions: frozenset[Split | None]) -> Split | None:
-    """The split that most of a value's cost hangs on: a stored one before a batch one."""
+    """The split that most of a value's cost hangs on: a stored one before a batch
+    one."""
     splits = [s for s in opinions if s is not None]
     return min(splits, key=lambda s: (not s.stored, s.dim)) if splits else None
 

@@ -91,11 +91,7 @@ class OpSite:
 
     def passes_unreduced(self, axis: int) -> frozenset[int] | None:
         """The operands that are, or become, terms of a sum that the op lets through."""
-        terms = {
-            i
-            for i, s in enumerate(self.states)
-            if s[axis] == Unreduced("sum")
-        }
+        terms = {i for i, s in enumerate(self.states) if s[axis] == Unreduced("sum")}
         if not terms:
             return None
         others = [i for i in range(len(self.states)) if i not in terms]
@@ -162,7 +158,8 @@ class OpSite:
         return factors, open_to_split
 
     def grows(self, axis: int) -> bool:
-        """Whether the result is larger than the stored operands: gather those instead."""
+        """Whether the result is larger than the stored operands: gather those
+        instead."""
         made = sum(map(_size, self.result_avals))
         return made > 2 * sum(
             _size(a)
@@ -173,7 +170,8 @@ class OpSite:
     def cheapest(
         self, axis: int, held: dict[str, int], wanted: dict[str, bool]
     ) -> tuple[str, bool] | None:
-        """The stored factor for which least is gathered or reduced; None: gather all."""
+        """The stored factor for which least is gathered or reduced; None: gather
+        all."""
 
         def cost(factor: str | None) -> tuple[float, bool]:
             gathered = sum(b for f, b in held.items() if f != factor)
@@ -213,7 +211,8 @@ class OpSite:
         )
 
     def can_part_flat(self, factor: str) -> bool:
-        """Whether all values but scalars keep the dimensions in front of the flat ones."""
+        """Whether all values but scalars keep the dimensions in front of the flat
+        ones."""
         start = flat_factor_start(factor)
         leading = {
             dims[:start] if len(dims) > start else None
@@ -275,10 +274,11 @@ def split_again(
     wants: Sequence[Wants],
     axes: Axes,
 ) -> list[Sharding]:
-    """Splits the results of an op that had to gather the batch, where they can be split.
+    """Splits the results of an op that had to gather the batch, where they can be
+    split.
 
-    A reshape into microbatches, a sort or a shuffle of the examples takes the batch whole.
-    Without this, all that follows would run on the whole batch on every device.
+    A reshape into microbatches, a sort or a shuffle of the examples takes the batch
+    whole. Without this, all that follows would run on the whole batch on every device.
 
     Args:
       rule: the op's rule, if it has one.
@@ -299,7 +299,9 @@ def split_again(
             for i, (state, need) in enumerate(zip(states, needed, strict=True))
             if isinstance(state[axis], Split) and need[axis] is None
         ]
-        batch = [(i, s.dim) for i, s in gathered if isinstance(s, Split) and not s.stored]
+        batch = [
+            (i, s.dim) for i, s in gathered if isinstance(s, Split) and not s.stored
+        ]
         if not batch or any(s[axis] is not None for s in settled):
             continue
         for j, aval in enumerate(result_avals):

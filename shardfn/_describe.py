@@ -1,6 +1,7 @@
 """A planned program as a list of collectives that people can read.
 
-In: a program and its plan, tree paths of the state leaves. Out: one `Collective` per move
+In: a program and its plan, tree paths of the state leaves. Out: one `Collective` per
+  move
 on the wire, with the state leaf that it belongs to, the source line, and M.
 """
 
@@ -138,9 +139,7 @@ class _Walk:
         input_paths: Sequence[str],
         output_paths: Sequence[str],
     ) -> Labels:
-        labels = {
-            v: p for v, p in zip(program.inputs, input_paths, strict=True) if p
-        }
+        labels = {v: p for v, p in zip(program.inputs, input_paths, strict=True) if p}
         for node in program.nodes:
             source = _only_source(program, node)
             if source in labels:
@@ -148,7 +147,11 @@ class _Walk:
         outputs = list(zip(program.outputs, output_paths, strict=False))
         for wanted in (True, False):
             for atom, path in outputs:
-                if isinstance(atom, int) and path and (path in self.parameters) == wanted:
+                if (
+                    isinstance(atom, int)
+                    and path
+                    and (path in self.parameters) == wanted
+                ):
                     labels.setdefault(atom, path)
             for node in reversed(program.nodes):
                 _label_operands(program, node, labels)
@@ -209,8 +212,8 @@ def _bodies(
 
 
 def _users(program: Program, body: BodyPlan) -> dict[Ref, tuple[str, str]]:
-    """Per version: the source line that first needs it, and the primitive if it is there
-    only because that has no rule."""
+    """Per version: the source line that first needs it, and the primitive if it is
+    there only because that has no rule."""
     users: dict[Ref, tuple[str, str]] = {}
     for step in body.steps:
         if isinstance(step, Reshard):
@@ -235,4 +238,3 @@ def _producer(program: Program, value: int) -> Node | None:
 
 def _size(program: Program, atom: Atom) -> int:
     return math.prod(getattr(aval_of(program, atom), "shape", ()))
-

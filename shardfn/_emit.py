@@ -1,6 +1,7 @@
 """Follows a plan on one device's blocks, inside `shard_map`.
 
-In: a program, its plan, local arguments. Out: local results. Everything decided is in the
+In: a program, its plan, local arguments. Out: local results. Everything decided is in
+  the
 plan; emit only evaluates equations and makes the moves. Types stay truthful: a value is
 invarying along a mesh axis exactly if the plan says that it is replicated there.
 """
@@ -33,9 +34,7 @@ from shardfn._sharding import Axes, Sharding, local_shape
 Arrays = Sequence[jax.Array]
 
 
-def emit(
-    program: Program, plan: BodyPlan, args: Arrays, axes: Axes
-) -> list[jax.Array]:
+def emit(program: Program, plan: BodyPlan, args: Arrays, axes: Axes) -> list[jax.Array]:
     """Runs `program` by `plan` on one device's blocks.
 
     Args:
@@ -72,9 +71,7 @@ class _Run:
             for ref in last_use.get(index, ()):
                 self.env.pop(ref, None)
         return [
-            self.typed(
-                self.read(ref, atom), sharding, aval_of(program, atom).weak_type
-            )
+            self.typed(self.read(ref, atom), sharding, aval_of(program, atom).weak_type)
             if hasattr(aval_of(program, atom), "weak_type")
             else self.read(ref, atom)
             for ref, atom, sharding in zip(
@@ -248,9 +245,7 @@ class _Run:
         return lax.switch(index, branches, *args)
 
 
-def _masked(
-    op: LocalOp, dims: Any, x: jax.Array, shape: Sequence[int]
-) -> jax.Array:
+def _masked(op: LocalOp, dims: Any, x: jax.Array, shape: Sequence[int]) -> jax.Array:
     """`x` with its padding along reduced factors replaced by what does not count."""
     for factor, names, count in op.parts:
         if is_flat_factor(factor):
@@ -298,4 +293,3 @@ def _last_uses(plan: BodyPlan) -> dict[int, list[Ref]]:
     for ref, index in last.items():
         out.setdefault(index, []).append(ref)
     return out
-

@@ -66,14 +66,10 @@ class ShardedStep:
         """
         states, batch = self._divide(args)
         batch_leaves, batch_tree = leaves_of(batch, "batch")
-        split = batch_shardings(
-            batch, batch_leaves, self.batch_spec, self.storage.axes
-        )
+        split = batch_shardings(batch, batch_leaves, self.batch_spec, self.storage.axes)
         stored, leaves, treedef = self.storage.place(states)
         placed = self.storage.place_batch(batch, batch_leaves, split)
-        out = self._jit(leaves, treedef)(
-            stored, jax.tree.unflatten(batch_tree, placed)
-        )
+        out = self._jit(leaves, treedef)(stored, jax.tree.unflatten(batch_tree, placed))
         self.storage.remember(jax.tree.leaves(out[: len(states)]), leaves)
         return out
 
@@ -90,9 +86,7 @@ class ShardedStep:
         leaves, treedef = self.storage.leaves(states)
         stored = [self.storage.stored_aval(x, s) for x, s in self.storage.each(leaves)]
         batch_leaves, batch_tree = leaves_of(batch, "batch")
-        split = batch_shardings(
-            batch, batch_leaves, self.batch_spec, self.storage.axes
-        )
+        split = batch_shardings(batch, batch_leaves, self.batch_spec, self.storage.axes)
         placed = [
             self.storage.stored_aval(leaf, s)
             for leaf, s in zip(batch_leaves, split, strict=True)
@@ -228,7 +222,8 @@ class ShardedStep:
         return self._plans[key]
 
     def _jit(self, leaves: tuple[Leaf, ...], treedef: Any) -> Any:
-        """The jitted step on stored leaves, traced on the logical shapes of `leaves`."""
+        """The jitted step on stored leaves, traced on the logical shapes of
+        `leaves`."""
         key = treedef, tuple(leaf.aval.shape for leaf in leaves)
         if key not in self._jitted:
 
@@ -301,8 +296,8 @@ def fully_shard(
     batch_spec: Any = None,
     donate: bool = True,
 ) -> ShardedStep | Callable[[Step], ShardedStep]:
-    """Shards `train_step`'s state over one mesh axis, gathering each parameter where it is
-    used.
+    """Shards `train_step`'s state over one mesh axis, gathering each parameter where it
+    is used.
 
     Returns a function with the signature of `train_step` and the same results up to the
     order of floating-point sums. Per step each device sends about three times the
@@ -315,21 +310,22 @@ def fully_shard(
       mesh: device mesh with an axis called `axis`, of `n` devices. They may be devices
         that are not there; then only `lower` and `plan` work.
       axis: mesh axis to shard over, or several, major to minor: the batch is split over
-        all of them, parameters over the last, and gradients are reduce-scattered over the
-        last and then all-reduced over the others.
+        all of them, parameters over the last, and gradients are reduce-scattered over
+        the last and then all-reduced over the others.
       min_size: state leaves with fewer elements stay replicated.
-      strict: raise instead of warning when a primitive has no op sharding rule and would
-        run on gathered operands.
-      state_argnums: position of the state among the arguments, or positions: then as many
-        results come first.
-      batch_spec: pytree prefix of the other arguments (of the only other one, or a tuple
-        of several) with a `PartitionSpec` or None per leaf. None splits dimension 0;
-        scalars and PRNG keys are replicated.
-      donate: give the state's buffers to the new state; the old one cannot be used again.
+      strict: raise instead of warning when a primitive has no op sharding rule and
+        would run on gathered operands.
+      state_argnums: position of the state among the arguments, or positions: then as
+        many results come first.
+      batch_spec: pytree prefix of the other arguments (of the only other one, or a
+        tuple of several) with a `PartitionSpec` or None per leaf. None splits dimension
+        0; scalars and PRNG keys are replicated.
+      donate: give the state's buffers to the new state; the old one cannot be used
+        again.
 
     Returns:
-      A jitted `ShardedStep`. Arrays in `batch` have shape `[B, ...]`; scalar results are
-      replicated, per-example results split like the batch.
+      A jitted `ShardedStep`. Arrays in `batch` have shape `[B, ...]`; scalar results
+      are replicated, per-example results split like the batch.
 
     Raises:
       ShardingError: `mesh` has no axis `axis`.

@@ -1,8 +1,8 @@
 """Storage of leaves that no dimension divides: padded or flattened, and back.
 
 In: a whole leaf and its stored sharding. Out: the stored array. The logical shape of a
-stored array is remembered beside the array, so that any step given it can trace itself on
-the shape that the user knows.
+stored array is remembered beside the array, so that any step given it can trace itself
+on the shape that the user knows.
 """
 
 import weakref

@@ -1,20 +1,20 @@
 """Which dimension of each state leaf is stored split.
 
 In: shapes, dtypes and tree paths of a state. Out: one `Sharding` per leaf. The choice
-looks at nothing else, so `init`, `shardings`, checkpoints and the step always agree, and
-an optimizer moment is split like its parameter.
+looks at nothing else, so `init`, `shardings`, checkpoints and the step always agree,
+and an optimizer moment is split like its parameter.
 """
 
 import math
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-
+from shardfn import _compat
 from shardfn._sharding import Axes, Sharding, Split, flat, on_axis
 
 TILE = (8, 128)
-"""Rows and columns of a TPU tile; a shard that does not fill tiles is padded on the wire."""
+"""Rows and columns of a TPU tile; a shard that does not fill tiles is padded on the
+wire."""
 
 MAX_WASTE = 0.01
 """Padding of a dimension above which a leaf is stored flattened instead."""
@@ -46,7 +46,7 @@ def partition(
 
 def _leaf_sharding(leaf: Any, axes: Axes, min_size: int, stacked: bool) -> Sharding:
     size = math.prod(leaf.shape)
-    is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)
+    is_key = _compat.is_key(leaf.dtype)
     count = axes.sizes[axes.stored]
     if is_key or size < max(min_size, count):
         return axes.replicated
@@ -59,8 +59,8 @@ def choose_dim(shape: Sequence[int], count: int, stacked: bool = False) -> int:
 
     A dimension that `count` divides wins, one whose shards fill tiles before one whose
     do not, then the largest. The layer dimension of a stack is taken only if no other
-    divides. Without any, the dimension that wastes least on padding is taken if it wastes
-    at most 1%, and otherwise the leaf is flattened, a stack layer by layer.
+    divides. Without any, the dimension that wastes least on padding is taken if it
+    wastes at most 1%, and otherwise the leaf is flattened, a stack layer by layer.
     """
 
     def waste(dim: int) -> float:

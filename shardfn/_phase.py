@@ -9,7 +9,8 @@ FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 
 
 def node_phases(program: Program, start: str) -> list[str]:
-    """The phase of every node: forward up to the first backward one, update after it."""
+    """The phase of every node: forward up to the first backward one, update after
+    it."""
     seen = start != FORWARD
     phases = []
     for node in program.nodes:

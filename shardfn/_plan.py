@@ -166,10 +166,9 @@ class Plan:
         return table(self)
 
 
-def communicating_moves(
-    step: Reshard, axes: Axes
-) -> Iterator[tuple[str, int, int]]:
-    """`(op, mesh axis index, wire bytes)` for each move of `step` that uses the wire."""
+def communicating_moves(step: Reshard, axes: Axes) -> Iterator[tuple[str, int, int]]:
+    """`(op, mesh axis index, wire bytes)` for each move of `step` that uses the
+    wire."""
     for before, after in zip(step.path, step.path[1:], strict=False):
         op, axis = move_of(before, after)
         if op in COMMUNICATES and axes.sizes[axis] > 1:

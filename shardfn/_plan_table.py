@@ -17,9 +17,7 @@ def table(plan: Plan) -> str:
         key = (line.phase, line.op, line.axis, line.shape, line.dtype, _subject(line))
         merged.setdefault(key, []).append(line)
     rows = [_row(lines) for lines in merged.values()]
-    widths = [
-        max(len(r[i]) for r in (HEADER, *rows)) for i in range(len(HEADER))
-    ]
+    widths = [max(len(r[i]) for r in (HEADER, *rows)) for i in range(len(HEADER))]
     text = [_join(HEADER, widths), *(_join(row, widths) for row in rows)]
     return "\n".join([*text, "", *_totals(plan)])
 

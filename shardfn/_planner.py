@@ -7,7 +7,6 @@ emit can run, and from it the `Plan` that people read.
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 
@@ -26,7 +25,8 @@ from shardfn._trace import Traced
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A traced and planned step. Its arguments are the state's leaves, then the batch's.
+    """A traced and planned step. Its arguments are the state's leaves, then the
+    batch's.
 
     Attributes:
       traced: the traced step.
@@ -83,9 +83,7 @@ def plan_traced(
             required[j] = axes.replicated
     if any(r is not None for r in required[len(stored) :]):
         body = propagate(program, (*stored, *batch), required, axes, min_size)
-    return Planned(
-        traced, program, schedule(program, body, axes), state, stored, axes
-    )
+    return Planned(traced, program, schedule(program, body, axes), state, stored, axes)
 
 
 def describe(planned: Planned, *, fingerprint: bool = True) -> Plan:
@@ -111,7 +109,8 @@ def describe(planned: Planned, *, fingerprint: bool = True) -> Plan:
 
 
 def check_fallbacks(planned: Planned, strict: bool) -> None:
-    """Warns once per primitive and line that runs on gathered operands, or refuses it."""
+    """Warns once per primitive and line that runs on gathered operands, or refuses
+    it."""
     lines: dict[tuple[str, str], list[Collective]] = {}
     for line in describe(planned, fingerprint=False).fallbacks:
         lines.setdefault((line.fallback, line.place), []).append(line)

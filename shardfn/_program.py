@@ -3,8 +3,8 @@
 In: a closed jaxpr. Out: a `Program`: values are numbered, calls are inlined, equal
 equations merged, dead ones dropped, and control flow holds programs of its own.
 
-Calls (jit, custom_jvp, ...) are inlined because XLA inlines them too: two gathers of one
-parameter, one in each call, would be merged behind the plan's back.
+Calls (jit, custom_jvp, ...) are inlined because XLA inlines them too: two gathers of
+one parameter, one in each call, would be merged behind the plan's back.
 """
 
 from collections.abc import Hashable, Sequence
@@ -94,7 +94,8 @@ class _Builder:
 class _Values:
     """The values and nodes of one program while it is built.
 
-    Equations on equal operands are merged, except those on literals alone: what they make
+    Equations on equal operands are merged, except those on literals alone: what they
+      make
     can be made in any sharding, and consumers that want different ones should not share
     it. `same` maps such a value to the first one equal to it.
     """
@@ -135,8 +136,8 @@ class _Values:
             return atom if isinstance(atom, Literal) else env[atom]
 
         for var, const in zip(jaxpr.constvars, consts, strict=True):
-            env[var] = self.new(var.aval)
-            self.constants.append((env[var], const))
+            env[var] = value = self.new(var.aval)
+            self.constants.append((value, const))
         env.update(zip(jaxpr.invars, inputs, strict=True))
         for eqn in jaxpr.eqns:
             operands = tuple(map(read, eqn.invars))
@@ -159,9 +160,7 @@ class _Values:
             return equal
         kind, bodies, counts = self.control_flow(eqn, backward)
         outputs = tuple(self.new(v.aval) for v in eqn.outvars)
-        self.nodes.append(
-            Node(eqn, operands, outputs, backward, kind, bodies, counts)
-        )
+        self.nodes.append(Node(eqn, operands, outputs, backward, kind, bodies, counts))
         if self.makes_zeros(eqn, operands):
             self.zeros.update(outputs)
         if equal is not None:

@@ -1,8 +1,8 @@
 """From a traced step and the shardings of its arguments to a plan. Touches no arrays.
 
 Each round goes forward, deciding every node from its operands, then backward, noting
-what consumers want of each value and which unreduced values should be reduced where they
-are made. A few rounds settle; any round's decisions are a correct plan.
+what consumers want of each value and which unreduced values should be reduced where
+they are made. A few rounds settle; any round's decisions are a correct plan.
 """
 
 import math
@@ -95,22 +95,14 @@ class _Body:
 
     def solve(self) -> Solved:
         reviewed = Reviewed({}, frozenset())
+        decisions, env = self.forward(reviewed)
         for _ in range(ROUNDS):
-            decisions, env = self.forward(reviewed)
-            again = review(
-                self.program,
-                decisions,
-                env,
-                self.required,
-                self.out_wants,
-                self.keep,
-                self.solver.axes,
-                self.solver.rule,
-            )
+            again = self.review(decisions, env)
             again = Reviewed(again.wants, again.settled | reviewed.settled)
             if again == reviewed:
                 break
             reviewed = again
+            decisions, env = self.forward(reviewed)
         phases = node_phases(self.program, self.phase)
         plan = plan_steps(
             self.program,
@@ -126,13 +118,26 @@ class _Body:
             plan, tuple(reviewed.wants.get(v, nothing) for v in self.program.inputs)
         )
 
+    def review(
+        self, decisions: Sequence[Decision], env: dict[int, Sharding]
+    ) -> Reviewed:
+        """Goes backward over what a forward round decided."""
+        return review(
+            self.program,
+            decisions,
+            env,
+            self.required,
+            self.out_wants,
+            self.keep,
+            self.solver.axes,
+            self.solver.rule,
+        )
+
     @property
     def nothing(self) -> Wants:
         return (frozenset(),) * len(self.solver.axes.names)
 
-    def output(
-        self, env: dict[int, Sharding], j: int, reviewed: Reviewed
-    ) -> Sharding:
+    def output(self, env: dict[int, Sharding], j: int, reviewed: Reviewed) -> Sharding:
         """The sharding in which output `j` is returned."""
         fixed, atom = self.required[j], self.program.outputs[j]
         if fixed is not None:
@@ -146,9 +151,7 @@ class _Body:
     def state(self, env: dict[int, Sharding], atom: Atom) -> Sharding:
         return env[atom] if isinstance(atom, int) else self.solver.axes.replicated
 
-    def forward(
-        self, reviewed: Reviewed
-    ) -> tuple[list[Decision], dict[int, Sharding]]:
+    def forward(self, reviewed: Reviewed) -> tuple[list[Decision], dict[int, Sharding]]:
         """Decides every node in order; also the sharding of every value."""
         program = self.program
         env = dict(zip(program.inputs, self.inputs, strict=True))
@@ -189,9 +192,7 @@ class _Body:
                     else self.nothing
                     for a in node.inputs
                 ],
-                keep=[
-                    self.may_keep(node, v, reviewed) for v in node.outputs
-                ],
+                keep=[self.may_keep(node, v, reviewed) for v in node.outputs],
                 axes=axes,
                 small=self.solver.small,
                 phase=phase,
@@ -225,16 +226,21 @@ class _Body:
         ]
         if node.kind == "op":
             settled = split_again(
-                self.solver.rule(node), decision.operands, states, settled,
-                result_avals, wants, axes,
+                self.solver.rule(node),
+                decision.operands,
+                states,
+                settled,
+                result_avals,
+                wants,
+                axes,
             )
         return replace(decision, settled=tuple(settled))
 
     def may_keep(self, node: Node, value: int, reviewed: Reviewed) -> bool:
         """Whether a result of control flow may leave it unreduced.
 
-        What a loop makes in every iteration may if it is small, and is then reduced once,
-        after the loop.
+        What a loop makes in every iteration may if it is small, and is then reduced
+        once, after the loop.
         """
         if node.kind != "remat":
             return size_of(self.program.avals[value]) < self.solver.small
@@ -254,9 +260,10 @@ class _Body:
             return made
         aval = self.program.avals[value]
         done = reduced(made, wants, aval, self.solver.axes)
-        return tuple(m if a in kept else d for a, (m, d) in enumerate(
-            zip(made, done, strict=True)
-        ))
+        return tuple(
+            m if a in kept else d
+            for a, (m, d) in enumerate(zip(made, done, strict=True))
+        )
 
 
 def size_of(aval: Any) -> int:
@@ -291,4 +298,3 @@ def propagate(
     ]
     keep = [False] * len(required)
     return solver.solve(program, inputs, required, wants, keep, FORWARD).plan
-

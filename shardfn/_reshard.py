@@ -141,10 +141,9 @@ def _gather(
 
 
 def move_of(before: Sharding, after: Sharding) -> tuple[str, int]:
-    """Name of the move between two neighbours of a path, and the mesh axis it is over."""
-    axis = next(
-        a for a, (b, c) in enumerate(zip(before, after, strict=True)) if b != c
-    )
+    """Name of the move between two neighbours of a path, and the mesh axis it is
+    over."""
+    axis = next(a for a, (b, c) in enumerate(zip(before, after, strict=True)) if b != c)
     state, goal = before[axis], after[axis]
     if isinstance(state, Unreduced):
         return ("psum_scatter" if isinstance(goal, Split) else "all_reduce"), axis

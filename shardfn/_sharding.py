@@ -1,4 +1,5 @@
-"""How one value is sharded over the mesh axes: a frozen value, and what follows from it.
+"""How one value is sharded over the mesh axes: a frozen value, and what follows from
+it.
 
 In: an array's shape and, per mesh axis, `Split`, `Unreduced` or None (replicated).
 Out: the shape on one device and the PartitionSpec.
@@ -37,7 +38,8 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Unreduced:
-    """Each device along the axis holds one term; the value is all terms reduced by `op`."""
+    """Each device along the axis holds one term; the value is all terms reduced by
+    `op`."""
 
     op: str = "sum"
 
@@ -48,7 +50,8 @@ Sharding = tuple[AxisSharding, ...]
 
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """The mesh axes that are sharded over, major to minor, and their sizes in devices."""
+    """The mesh axes that are sharded over, major to minor, and their sizes in
+    devices."""
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -59,7 +62,8 @@ class Axes:
 
     @property
     def stored(self) -> int:
-        """Index of the axis that parameters are split over: the last, most minor one."""
+        """Index of the axis that parameters are split over: the last, most minor
+        one."""
         return len(self.names) - 1
 
     @property
@@ -99,7 +103,8 @@ def viewed(shape: Sequence[int], dim: int) -> tuple[tuple[int, ...], int]:
 def local_shape(
     shape: Sequence[int], sharding: Sharding, axes: Axes
 ) -> tuple[int, ...]:
-    """Shape on one device. Blocks of a dimension that does not divide are rounded up."""
+    """Shape on one device. Blocks of a dimension that does not divide are rounded
+    up."""
     out = list(shape)
     for dim in {s.dim for s in sharding if isinstance(s, Split)}:
         view, at = viewed(out, dim)
@@ -111,7 +116,8 @@ def local_shape(
 def stored_shape(
     shape: Sequence[int], sharding: Sharding, axes: Axes
 ) -> tuple[int, ...]:
-    """Shape of the global array, padding included, that `local_shape` blocks make up."""
+    """Shape of the global array, padding included, that `local_shape` blocks make
+    up."""
     out = list(local_shape(shape, sharding, axes))
     for dim in {s.dim for s in sharding if isinstance(s, Split)}:
         start = flat_start(dim)
@@ -137,8 +143,8 @@ def partition_spec(sharding: Sharding, axes: Axes) -> PartitionSpec:
 
 
 def show(sharding: Sharding, axes: Axes) -> str:
-    """`data:0` split on dimension 0, `data:0*` on 0 and all after it flattened, `data:+`
-    an unreduced sum, else `replicated`."""
+    """`data:0` split on dimension 0, `data:0*` on 0 and all after it flattened,
+    `data:+` an unreduced sum, else `replicated`."""
     parts = []
     for name, state in zip(axes.names, sharding, strict=True):
         if isinstance(state, Split):

@@ -1,6 +1,7 @@
 """Decisions written out as a straight-line plan: where each value is moved and used.
 
-In: a program and every node's decision. Out: a `BodyPlan` with one `Reshard` in front of
+In: a program and every node's decision. Out: a `BodyPlan` with one `Reshard` in front
+  of
 each use in another sharding; schedule passes then share, delay or hoist them.
 """
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
+from shardfn import _compat
 from shardfn._arguments import Leaf, leaves_of
 from shardfn._errors import ShardingError, call_site
 from shardfn._padding import remember, to_stored, to_whole
@@ -46,7 +47,8 @@ class Storage:
         )
 
     def leaves(self, states: tuple[Any, ...]) -> tuple[tuple[Leaf, ...], Any]:
-        """The leaves of whole or stored states on logical shapes, and their structure."""
+        """The leaves of whole or stored states on logical shapes, and their
+        structure."""
         leaves, treedef = leaves_of(states, "state")
         shapes = tuple(leaf.aval.shape for leaf in leaves)
         known = self.shapes.get((treedef, shapes))
@@ -98,7 +100,7 @@ class Storage:
         return placed, leaves, treedef
 
     def place_leaf(self, x: Any, leaf: Leaf, sharding: Sharding) -> jax.Array:
-        is_traced = isinstance(x, jax.core.Tracer)
+        is_traced = _compat.is_traced(x)
         named = self.named(sharding)
         is_placed = isinstance(x, jax.Array) and not is_traced and x.sharding == named
         if is_placed and x.shape == self.stored_aval(leaf, sharding).shape:
@@ -108,7 +110,9 @@ class Storage:
         if is_traced:
             return x
         if isinstance(x, jax.Array):
-            x = jnp.copy(x)  # donating the placed leaf must not take the caller's buffer
+            x = jnp.copy(
+                x
+            )  # donating the placed leaf must not take the caller's buffer
         x = jax.device_put(x, named)
         self.remember([x], [leaf])
         return x
@@ -116,7 +120,7 @@ class Storage:
     def remember(self, arrays: Sequence[jax.Array], leaves: Sequence[Leaf]) -> None:
         """Notes the logical shapes of padded arrays."""
         for x, leaf in zip(arrays, leaves, strict=True):
-            if x.shape != leaf.aval.shape and not isinstance(x, jax.core.Tracer):
+            if x.shape != leaf.aval.shape and not _compat.is_traced(x):
                 remember(x, leaf.aval.shape)
 
     def whole(self, states: tuple[Any, ...]) -> Any:
@@ -142,7 +146,7 @@ class Storage:
             _check_values(x, leaf, "batch")
             named = self.named(sharding)
             is_array = isinstance(x, jax.Array)
-            stays = isinstance(x, jax.core.Tracer) or not leaf.aval.shape
+            stays = _compat.is_traced(x) or not leaf.aval.shape
             if stays or (is_array and x.sharding == named):
                 placed.append(x)
             else:
@@ -168,7 +172,7 @@ def _check_values(x: Any, leaf: Leaf, what: str = "state") -> None:
             f"  the step was called at {call_site()}\n"
             f"{hint}; only plan, lower and shardings take abstract values."
         )
-    is_array = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+    is_array = isinstance(x, jax.Array) and not _compat.is_traced(x)
     if is_array and x.is_deleted():
         raise ShardingError(
             f"{what} leaf '{leaf.name}' was donated to an earlier call and is gone.\n"

@@ -86,8 +86,8 @@ def _check_effects(jaxpr: Any) -> None:
         "an unknown place",
     )
     raise ShardingError(
-        f"the step is not pure: it has a side effect ({', '.join(effects)}), which every "
-        "device would repeat.\n"
+        f"the step is not pure: it has a side effect ({', '.join(effects)}), which "
+        "every device would repeat.\n"
         f"  at {place}\n"
         f"  the step was called at {call_site()}\n"
         "Return the value as a metric instead, and print or store it outside the step."
@@ -114,8 +114,8 @@ def _check_state(out: Any, states: Sequence[Any], leaves: Sequence[Leaf]) -> int
             f"missing leaves {missing or 'none'}, new leaves {extra or 'none'}"
             + ("" if missing or extra else f"; it was {old_tree}, it is {new_tree}")
             + f".\n  the step was called at {call_site()}\n"
-            "Return the new state with the structure of the old one; put other values in "
-            "the metrics."
+            "Return the new state with the structure of the old one; put other values "
+            "in the metrics."
         )
     for leaf, (path, new_leaf) in zip(leaves, new_flat, strict=True):
         old_type = f"{leaf.aval.dtype}{list(leaf.aval.shape)}"

@@ -1,7 +1,9 @@
 """The backward half of propagation: what consumers want of every value.
 
-In: a program and every node's decision. Out: per value, the shardings that its consumers
-take without a move, and the unreduced values that should be reduced where they are made.
+In: a program and every node's decision. Out: per value, the shardings that its
+  consumers
+take without a move, and the unreduced values that should be reduced where they are
+made.
 """
 
 from collections.abc import Callable, Sequence
@@ -62,9 +64,10 @@ def review(
 class _Pass:
     """State of one backward pass.
 
-    `late` holds, per unreduced value, the bytes to move if it is left to its consumers (an
-    all-reduce moves twice what a reduce-scatter does), `blocked` the values of which some consumer needs the sum, `merges` those that a
-    consumer adds to another unreduced value.
+    `late` holds, per unreduced value, the bytes to move if it is left to its consumers
+    (an all-reduce moves twice what a reduce-scatter does), `blocked` the values of
+    which some consumer needs the sum, `merges` those that a consumer adds to another
+    unreduced value.
     """
 
     program: Program

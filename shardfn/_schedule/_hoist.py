@@ -1,8 +1,9 @@
 """Moves out of a loop what is the same in every iteration.
 
-In: a scan or while step whose body moves loop constants. Out: the moves, in front of the
-loop, and the loop. Weights that a body gathers in every iteration leave it only if all of
-them together are small: a recurrent cell's do, a whole model's in a loop over
+In: a scan or while step whose body moves loop constants. Out: the moves, in front of
+  the
+loop, and the loop. Weights that a body gathers in every iteration leave it only if all
+of them together are small: a recurrent cell's do, a whole model's in a loop over
 microbatches do not.
 """
 
@@ -81,9 +82,7 @@ def _without(plan: BodyPlan, move: Reshard, i: int) -> BodyPlan:
             steps.append(replace(step, source=source, after=after))
         else:
             steps.append(replace(step, operands=tuple(map(renamed, step.operands))))
-    inputs = tuple(
-        move.path[-1] if j == i else s for j, s in enumerate(plan.inputs)
-    )
+    inputs = tuple(move.path[-1] if j == i else s for j, s in enumerate(plan.inputs))
     return replace(
         plan,
         inputs=inputs,

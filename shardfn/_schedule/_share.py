@@ -39,10 +39,11 @@ def share(
 class _Sharing:
     """State while one body's steps are rewritten.
 
-    `gathered` counts the bytes gathered so far; a gather is repeated if more than its own
-    bytes were gathered since the value's last use. `tokens` are results that a repeated
-    gather can wait for, the newest last; `fence` is how many of them existed when the
-    step before the last gather's was reached, so that a gather may run one step ahead.
+    `gathered` counts the bytes gathered so far; a gather is repeated if more than its
+    own bytes were gathered since the value's last use. `tokens` are results that a
+    repeated gather can wait for, the newest last; `fence` is how many of them existed
+    when the step before the last gather's was reached, so that a gather may run one
+    step ahead.
     """
 
     program: Program
