@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from shardfn import _compat
 from shardfn._sharding import Axes, Sharding, Split, stored_shape, viewed
 
 _logical: dict[int, tuple[weakref.ref[jax.Array], tuple[int, ...]]] = {}
@@ -63,7 +64,8 @@ def zero_padding(
         if isinstance(split, Split):
             view, dim = viewed(shape, split.dim)
             inside = is_inside(x.shape, dim, view[dim], (axes.names[axis],))
-            x = jnp.where(inside, x, jnp.zeros((), x.dtype))
+            zeroed = jnp.where(inside, x, jnp.zeros((), x.dtype))
+            x = _compat.with_weak_type(zeroed, jax.typeof(x).weak_type)
     return x
 
 
