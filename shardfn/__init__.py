@@ -4,7 +4,6 @@ from shardfn._errors import ShardingError as ShardingError
 from shardfn._errors import (
     UnsupportedPrimitiveWarning as UnsupportedPrimitiveWarning,
 )
-from shardfn._fully_shard import ShardedStep as ShardedStep
 from shardfn._fully_shard import fully_shard as fully_shard
 from shardfn._plan import Collective as Collective
 from shardfn._plan import Plan as Plan
@@ -13,3 +12,4 @@ from shardfn._rule import OpShardingRule as OpShardingRule
 from shardfn._rule import factor_names as factor_names
 from shardfn._rule import make_rule as make_rule
 from shardfn._rule import register_rule as register_rule
+from shardfn._sharded_step import ShardedStep as ShardedStep

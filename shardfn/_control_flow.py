@@ -10,26 +10,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from shardfn._decide import Decision, Wants, itemsize
-from shardfn._plan import BodyPlan, Reshard
+from shardfn._carry import Carries
+from shardfn._decide import Decision
+from shardfn._plan import BodyPlan
 from shardfn._program import Node, Program
 from shardfn._reshard import can_split
 from shardfn._rule import OpShardingRule
 from shardfn._sharding import (
     Axes,
-    AxisSharding,
     Sharding,
     Split,
-    Unreduced,
     flat,
     on_axis,
 )
-
-CARRY_ROUNDS = 6
-
-LOOP_BYTES = 2**26
-"""What a loop may hold whole, in bytes: the sums it carries unreduced and, by
-themselves, the weights that all of its iterations share."""
+from shardfn._want import Wants, reduced, union
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +134,7 @@ class FlowSite:
 
         def solve(carry: Sequence[Sharding], pin: bool) -> Solved:
             fixed = list(carry) if pin else [None] * n_carry
-            carried = [_union(w, c) for w, c in zip(wants, carry, strict=False)]
+            carried = [union(w, c) for w, c in zip(wants, carry, strict=False)]
             return self.solve(
                 body,
                 (*consts, *carry, *inner_xs),
@@ -150,8 +144,9 @@ class FlowSite:
                 self.phase,
             )
 
-        positions = range(n_consts, n_xs)
-        carry = self.carries(positions, lambda c: solve(c, False), wants)
+        carry = self.carries(
+            body, range(n_consts, n_xs), lambda c: solve(c, False).plan, wants
+        )
         solved = solve(carry, True)
         ys = solved.plan.output_shardings[n_carry:]
         out = (*carry, *(_shift(y, 1) for y in ys))
@@ -191,13 +186,17 @@ class FlowSite:
                 body,
                 (*consts[n_test:], *carry),
                 tuple(fixed),
-                tuple(_union(w, c) for w, c in zip(self.wants, carry, strict=True)),
+                tuple(union(w, c) for w, c in zip(self.wants, carry, strict=True)),
                 (False,) * len(carry),
                 self.phase,
             )
 
         carry = self.carries(
-            range(start, len(self.states)), lambda c: solve(c, False), self.wants, False
+            body,
+            range(start, len(self.states)),
+            lambda c: solve(c, False).plan,
+            self.wants,
+            may_sum=False,
         )
         solved = solve(carry, True)
         tested = self.solve(
@@ -214,95 +213,22 @@ class FlowSite:
 
     def carries(
         self,
+        body: Program,
         positions: range,
-        solve: Callable[[Sequence[Sharding]], Solved],
+        solve: Callable[[Sequence[Sharding]], BodyPlan],
         wants: Sequence[Wants],
         may_sum: bool = True,
     ) -> tuple[Sharding, ...]:
-        """The fixpoint of the carries' shardings, from their initial ones.
-
-        A carry that starts replicated may become split, or a sum whose terms stay on
-        their devices until after the loop, if the sums of the loop together are small.
-        It changes at most twice, so that the fixpoint ends; whatever it ends at is
-        correct, since the body's results are moved back to it.
-        """
-        avals = [self.operand_avals[i] for i in positions]
-        carry = [self.entering(i) for i in positions]
-        sums = self.sums(carry, avals, solve) if may_sum else []
-        for k, (state, aval) in enumerate(zip(carry, avals, strict=True)):
-            if k in sums:
-                carry[k] = (Unreduced(),) * len(self.axes.names)
-            elif all(s is None for s in state):
-                carry[k] = reduced_to_wanted(state, wants[k], aval, self.axes)
-        history: list[set[AxisSharding]] = [set(s) for s in carry]
-        for _ in range(CARRY_ROUNDS):
-            made = solve(carry).plan.output_shardings
-            joined = [
-                self.join(old, new, wants[k], avals[k], history[k])
-                for k, (old, new) in enumerate(zip(carry, made, strict=False))
-            ]
-            if joined == carry:
-                break
-            carry = joined
-        return tuple(carry)
-
-    def sums(
-        self,
-        carry: Sequence[Sharding],
-        avals: Sequence[Any],
-        solve: Callable[[Sequence[Sharding]], Solved],
-    ) -> list[int]:
-        """The carries that can stay unreduced until after the loop, if all may."""
-        (body,) = self.node.bodies
-        plan = solve(carry).plan
-        reduced_into = _reduced_into(body, plan, self.rule)
-        found = [
-            k
-            for k, (state, made) in enumerate(
-                zip(carry, plan.output_shardings, strict=False)
-            )
-            if all(s is None for s in state)
-            and (k in reduced_into or any(isinstance(s, Unreduced) for s in made))
-        ]
-        size = sum(self.size(avals[k]) * itemsize(avals[k]) for k in found)
-        if not found or size > LOOP_BYTES:
-            return []
-        terms = tuple(Unreduced() for _ in self.axes.names)
-        trial = [terms if k in found else s for k, s in enumerate(carry)]
-        made = solve(trial).plan.output_shardings
-        return [k for k in found if made[k] == terms]
-
-    def join(
-        self,
-        old: Sharding,
-        new: Sharding,
-        wants: Wants,
-        aval: Any,
-        history: set[AxisSharding],
-    ) -> Sharding:
-        """One carry's sharding for the next round."""
-        out = old
-        for axis, (a, b) in enumerate(zip(old, new, strict=True)):
-            if a == b:
-                continue
-            state: AxisSharding = a
-            if isinstance(a, Unreduced):
-                state = None
-            elif a is None and isinstance(b, Unreduced):
-                state = _preferred(wants[axis])
-            elif a is None:
-                state = b
-            elif isinstance(b, Split) and a.stored and not b.stored:
-                state = b
-            fits = not isinstance(state, Split) or can_split(
-                aval.shape, on_axis(out, axis, None), axis, state, self.axes
-            )
-            revisits = state in history and state is not None
-            state = state if fits and (state == a or not revisits) else None
-            if state is not None:
-                history.add(state)
-            out = on_axis(out, axis, state)
-        return out
+        """Shardings of the operands at `positions`, which the loop carries."""
+        carries = Carries(
+            body=body,
+            solve=solve,
+            avals=[self.operand_avals[i] for i in positions],
+            wants=wants[: len(positions)],
+            axes=self.axes,
+            rule=self.rule,
+        )
+        return carries.shardings([self.entering(i) for i in positions], may_sum)
 
     # cond
 
@@ -347,64 +273,6 @@ class FlowSite:
             splits = {s for s in states if isinstance(s, Split)}
             out.append(splits.pop() if len(splits) == 1 else None)
         return tuple(out)
-
-
-def _reduced_into(
-    body: Program, plan: BodyPlan, rule_of: Callable[[Node], OpShardingRule | None]
-) -> set[int]:
-    """The outputs of a body that are linear in something that the body reduces."""
-    linear: set[int] = set()
-    for step in plan.steps:
-        if isinstance(step, Reshard):
-            if any(isinstance(s, Unreduced) for s in step.path[0]):
-                linear.add(step.source.value)
-            continue
-        node = body.nodes[step.node]
-        rule = rule_of(node) if node.kind == "op" else None
-        if rule is None:
-            continue
-        passing = [node.inputs[i] for group in rule.linear for i in group]
-        if not linear.isdisjoint(v for v in passing if isinstance(v, int)):
-            linear.update(node.outputs)
-    outputs = enumerate(body.outputs)
-    return {j for j, atom in outputs if isinstance(atom, int) and atom in linear}
-
-
-def reduced(state: Sharding, wants: Wants, aval: Any, axes: Axes) -> Sharding:
-    """`state` with unreduced axes split as wanted, or else replicated."""
-    out = state
-    for axis, s in enumerate(state):
-        if isinstance(s, Unreduced):
-            out = on_axis(out, axis, None)
-            split = _preferred(wants[axis])
-            if split and can_split(aval.shape, out, axis, split, axes):
-                out = on_axis(out, axis, split)
-    return out
-
-
-def reduced_to_wanted(state: Sharding, wants: Wants, aval: Any, axes: Axes) -> Sharding:
-    """A replicated `state`, split as its consumers want it if none wants it whole."""
-    for axis, opinions in enumerate(wants):
-        split = _preferred(opinions)
-        if split is None or None in opinions:
-            continue
-        if can_split(aval.shape, state, axis, split, axes):
-            state = on_axis(state, axis, split)
-    return state
-
-
-def _preferred(opinions: frozenset[Split | None]) -> Split | None:
-    """The split that most of a value's cost hangs on: a stored one before a batch
-    one."""
-    splits = [s for s in opinions if s is not None]
-    return min(splits, key=lambda s: (not s.stored, s.dim)) if splits else None
-
-
-def _union(wants: Wants, state: Sharding) -> Wants:
-    return tuple(
-        w | {s} if isinstance(s, Split) else w
-        for w, s in zip(wants, state, strict=True)
-    )
 
 
 def _shift(state: Sharding, by: int) -> Sharding:

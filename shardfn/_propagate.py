@@ -10,15 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shardfn._control_flow import FlowSite, Solved, reduced
-from shardfn._decide import Decision, OpSite, Wants, split_again
+from shardfn._control_flow import FlowSite, Solved
+from shardfn._decide import Decision, OpSite
 from shardfn._phase import FORWARD, node_phases
 from shardfn._plan import BodyPlan
 from shardfn._program import Atom, Node, Program, aval_of
+from shardfn._review import Reviewed, review
 from shardfn._rule import OpShardingRule, rule_of
 from shardfn._sharding import Axes, Sharding, Split, Unreduced
+from shardfn._split_again import split_again
 from shardfn._steps import plan_steps
-from shardfn._wants import Reviewed, review
+from shardfn._want import Wants, reduced
 
 ROUNDS = 5
 

@@ -10,7 +10,7 @@ microbatches do not.
 import math
 from dataclasses import replace
 
-from shardfn._control_flow import LOOP_BYTES
+from shardfn._carry import LOOP_BYTES
 from shardfn._plan import Apply, BodyPlan, Ref, Reshard, Step
 from shardfn._program import Program
 from shardfn._sharding import Axes

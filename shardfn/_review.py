@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardfn._decide import Decision, Wants, itemsize
+from shardfn._decide import Decision, itemsize
 from shardfn._program import Node, Program, aval_of
 from shardfn._reshard import can_split
 from shardfn._rule import OpShardingRule
 from shardfn._sharding import Axes, Sharding, Split, Unreduced, flat_start
+from shardfn._want import Wants
 
 Place = tuple[int, int]
 """A value and a mesh axis."""

@@ -1,0 +1,157 @@
+"""Shardings of what a loop carries: a bounded fixpoint.
+
+In: the carries' initial shardings and a function that solves the loop's body. Out: one
+sharding per carry. Whatever the fixpoint ends at is correct, since the body's results
+are moved back to it.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardfn._decide import itemsize
+from shardfn._plan import BodyPlan, Reshard
+from shardfn._program import Node, Program
+from shardfn._reshard import can_split
+from shardfn._rule import OpShardingRule
+from shardfn._sharding import (
+    Axes,
+    AxisSharding,
+    Sharding,
+    Split,
+    Unreduced,
+    on_axis,
+)
+from shardfn._want import Wants, preferred, split_as_wanted
+
+ROUNDS = 6
+
+LOOP_BYTES = 2**26
+"""What a loop may hold whole, in bytes: the sums it carries unreduced and, by
+themselves, the weights that all of its iterations share."""
+
+
+@dataclass(frozen=True, slots=True)
+class Carries:
+    """The carries of one loop.
+
+    Attributes:
+      body: the program of one iteration.
+      solve: from shardings of the carries to the plan of one iteration, whose first
+        outputs are the carries.
+      avals: their avals.
+      wants: what the consumers of their last values want.
+      axes: the mesh axes.
+      rule: the rule of a node.
+    """
+
+    body: Program
+    solve: Callable[[Sequence[Sharding]], BodyPlan]
+    avals: Sequence[Any]
+    wants: Sequence[Wants]
+    axes: Axes
+    rule: Callable[[Node], OpShardingRule | None]
+
+    def shardings(
+        self, initial: Sequence[Sharding], may_sum: bool
+    ) -> tuple[Sharding, ...]:
+        """The fixpoint, from the carries' `initial` shardings.
+
+        A carry that starts replicated may become split or, if `may_sum` and the sums of
+        the loop together are small, a sum whose terms stay on their devices until after
+        the loop. It changes at most twice, so that the fixpoint ends.
+        """
+        carry = list(initial)
+        sums = self.sums(carry) if may_sum else {}
+        for k, (state, aval) in enumerate(zip(initial, self.avals, strict=True)):
+            if k in sums:
+                carry[k] = sums[k]
+            elif all(s is None for s in state):
+                carry[k] = split_as_wanted(state, self.wants[k], aval, self.axes)
+        history: list[set[AxisSharding]] = [set(s) for s in carry]
+        for _ in range(ROUNDS):
+            made = self.solve(carry).output_shardings
+            joined = [
+                self.join(k, old, new, history[k])
+                for k, (old, new) in enumerate(zip(carry, made, strict=False))
+            ]
+            if joined == carry:
+                break
+            carry = joined
+        return tuple(carry)
+
+    def sums(self, carry: Sequence[Sharding]) -> dict[int, Sharding]:
+        """The carries that can stay unreduced until after the loop, if all may."""
+        plan = self.solve(carry)
+        into = _reduced_into(self.body, plan, self.rule)
+        found = {
+            k: tuple(Unreduced() if n > 1 else None for n in self.axes.sizes)
+            for k, (state, made) in enumerate(
+                zip(carry, plan.output_shardings, strict=False)
+            )
+            if all(s is None for s in state)
+            and (k in into or any(isinstance(s, Unreduced) for s in made))
+        }
+        size = sum(_nbytes(self.avals[k]) for k in found)
+        if not found or size > LOOP_BYTES:
+            return {}
+        trial = [found.get(k, state) for k, state in enumerate(carry)]
+        made = self.solve(trial).output_shardings
+        return {k: terms for k, terms in found.items() if made[k] == terms}
+
+    def join(
+        self, k: int, old: Sharding, new: Sharding, history: set[AxisSharding]
+    ) -> Sharding:
+        """The sharding of carry `k` for the next round."""
+        out = old
+        for axis, (a, b) in enumerate(zip(old, new, strict=True)):
+            if a == b:
+                continue
+            state: AxisSharding = a
+            if isinstance(a, Unreduced):
+                state = None
+            elif a is None and isinstance(b, Unreduced):
+                state = preferred(self.wants[k][axis])
+            elif a is None:
+                state = b
+            elif isinstance(b, Split) and a.stored and not b.stored:
+                state = b
+            fits = not isinstance(state, Split) or can_split(
+                self.avals[k].shape,
+                on_axis(out, axis, None),
+                axis,
+                state,
+                self.axes,
+            )
+            revisits = state in history and state is not None
+            state = state if fits and (state == a or not revisits) else None
+            if state is not None:
+                history.add(state)
+            out = on_axis(out, axis, state)
+        return out
+
+
+def _reduced_into(
+    body: Program, plan: BodyPlan, rule_of: Callable[[Node], OpShardingRule | None]
+) -> set[int]:
+    """The outputs of a body that are linear in something that the body reduces."""
+    linear: set[int] = set()
+    for step in plan.steps:
+        if isinstance(step, Reshard):
+            if any(isinstance(s, Unreduced) for s in step.path[0]):
+                linear.add(step.source.value)
+            continue
+        node = body.nodes[step.node]
+        rule = rule_of(node) if node.kind == "op" else None
+        if rule is None:
+            continue
+        passing = [node.inputs[i] for group in rule.linear for i in group]
+        if not linear.isdisjoint(v for v in passing if isinstance(v, int)):
+            linear.update(node.outputs)
+    outputs = enumerate(body.outputs)
+    return {j for j, atom in outputs if isinstance(atom, int) and atom in linear}
+
+
+def _nbytes(aval: Any) -> int:
+    return math.prod(getattr(aval, "shape", ())) * itemsize(aval)
