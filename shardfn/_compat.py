@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax import core as core_types
 from jax import numpy as jnp
-from jax._src import source_info_util as _source_info
+from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import partial_eval as _private_partial_eval
 from jax.extend import core
 from jax.extend import random as _extend_random
@@ -35,6 +35,8 @@ _INLINED = {
     "custom_vjp_call": "call_jaxpr",
 }
 
+_POSITIONAL = {"psum": jnp.sum, "pmax": jnp.max, "pmin": jnp.min}
+
 # Frames of this package are not the user's.
 _public_source_info.register_exclusion(os.path.dirname(__file__) + os.sep)
 
@@ -55,7 +57,22 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
 def inlined_body(eqn: JaxprEqn) -> Any | None:
     """The body of an equation that only calls it (jit, custom_jvp, ...), else None."""
     key = _INLINED.get(eqn.primitive.name)
+    if key is None and eqn.primitive.name in _POSITIONAL:
+        return _positional_body(eqn)
     return eqn.params.get(key) if key else None
+
+
+def _positional_body(eqn: JaxprEqn) -> Any | None:
+    """A collective over dimensions, which `jax.vmap` makes, as reductions of them."""
+    axes = eqn.params["axes"]
+    if not all(isinstance(axis, int) for axis in axes):
+        return None
+    reduce = _POSITIONAL[eqn.primitive.name]
+    with as_user_code(eqn):
+        avals: list[Any] = [v.aval for v in eqn.invars]
+        return jax.make_jaxpr(lambda *xs: [reduce(x, axis=axes) for x in xs])(
+            *(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals)
+        )
 
 
 def close_jaxpr(jaxpr: Any) -> Any:
@@ -115,14 +132,6 @@ def summarize(eqn: JaxprEqn) -> str:
     return _public_source_info.summarize(eqn.source_info)
 
 
-def caller() -> str:
-    """`file:line (function)` of the innermost user frame on the present call stack."""
-    frame = _source_info.user_frame(_source_info.current().traceback)
-    if frame is None:
-        return "an unknown place"
-    return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
-
-
 def name_stack(eqn: JaxprEqn) -> str:
     """The name scopes and transforms that an equation was made under."""
     return str(eqn.source_info.name_stack)
@@ -137,6 +146,11 @@ def as_user_code(eqn: JaxprEqn) -> Any:
 def is_key(dtype: Any) -> bool:
     """Whether this is the dtype of PRNG keys."""
     return jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def is_mapped(x: Any) -> bool:
+    """Whether `x`, inside the innermost `jax.vmap`, depends on what is mapped over."""
+    return isinstance(x, _batching.BatchTracer) and x.batch_dim is not None
 
 
 def is_traced(x: Any) -> bool:

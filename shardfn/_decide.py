@@ -139,7 +139,11 @@ class OpSite:
     def factor(self, dims: Any, dim: int) -> str | None:
         if dim < 0:
             return flat_factor(dim) if self.rule.flat else None
-        return self.rule.major(dims, dim)
+        return self.rule.major(dims, dim, self.filled)
+
+    @property
+    def filled(self) -> frozenset[str]:
+        return filled_factors(self.rule, self.parts, self.axes)
 
     def wanted(self, axis: int) -> tuple[dict[str, bool], bool]:
         """Factors that consumers want split, and whether none wants a result whole."""
@@ -194,7 +198,7 @@ class OpSite:
         if is_flat_factor(factor):
             return stored and not self.parts and self.can_part_flat(factor)
         flattened = any(is_flat_factor(f) for f, _ in self.parts)
-        if flattened or not self.rule.is_splittable(factor):
+        if flattened or not self.rule.is_splittable(factor, self.filled):
             return False
         parts = math.prod(self.axes.sizes[a] for f, a in self.parts if f == factor)
         size = self.rule.size(factor)
@@ -261,6 +265,18 @@ class OpSite:
             if len(group) > 1 and group.intersection(having):
                 partners |= group.difference(having)
         return partners
+
+
+def filled_factors(
+    rule: OpShardingRule, parts: Sequence[tuple[str, int]], axes: Axes
+) -> frozenset[str]:
+    """The factors that `parts` split down to single elements."""
+    counts: dict[str, int] = {}
+    for factor, axis in parts:
+        counts[factor] = counts.get(factor, 1) * axes.sizes[axis]
+    return frozenset(
+        f for f, n in counts.items() if not is_flat_factor(f) and rule.size(f) == n
+    )
 
 
 def _size(aval: Any) -> int:

@@ -1,10 +1,20 @@
 """Error and warning types, and where in the user's code something happened."""
 
+import contextlib
+import functools
 import os
+import sys
 
+import jax
 from jax.extend.core import JaxprEqn
 
 from shardfn import _compat
+
+_LIBRARIES = (
+    *(os.path.dirname(f) + os.sep for f in (__file__, jax.__file__)),
+    functools.__file__,
+    contextlib.__file__,
+)
 
 
 class ShardingError(ValueError):
@@ -32,4 +42,14 @@ def where(eqn: JaxprEqn) -> str:
 
 def call_site() -> str:
     """The user's line that is calling shardfn, such as `train.py:88 (main)`."""
-    return _shorten(_compat.caller())
+    frame = sys._getframe(1)
+    while frame is not None and _is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None:
+        return "an unknown line"
+    file = os.path.basename(frame.f_code.co_filename)
+    return f"{file}:{frame.f_lineno} ({frame.f_code.co_name})"
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith((*_LIBRARIES, "<frozen"))

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardfn._decide import Decision, itemsize
-from shardfn._program import Node, Program, aval_of
+from shardfn._decide import Decision, filled_factors, itemsize
+from shardfn._program import Node, Program
 from shardfn._reshard import can_split
 from shardfn._rule import OpShardingRule
 from shardfn._sharding import Axes, Sharding, Split, Unreduced, flat_start
@@ -186,20 +186,32 @@ class _Pass:
             elif chosen and state is None:
                 self.add(atom, axis, None)
             elif not chosen:
-                self.passed_back(node, rule, i, atom, axis)
+                filled = filled_factors(rule, decision.parts, self.axes)
+                self.passed_back(node, rule, i, atom, axis, filled)
 
     def passed_back(
-        self, node: Node, rule: OpShardingRule, i: int, atom: int, axis: int
+        self,
+        node: Node,
+        rule: OpShardingRule,
+        i: int,
+        atom: int,
+        axis: int,
+        filled: frozenset[str],
     ) -> None:
         """What consumers of the results want, in terms of operand `i`."""
         for dims, result in zip(rule.results, node.outputs, strict=True):
             sets = self.wants.get(result)
             for want in sorted(sets[axis], key=repr) if sets else ():
-                self.add(atom, axis, _through(rule, dims, rule.operands[i], want))
+                through = _through(rule, dims, rule.operands[i], want, filled)
+                self.add(atom, axis, through)
 
 
 def _through(
-    rule: OpShardingRule, result: Any, operand: Any, want: Split | None
+    rule: OpShardingRule,
+    result: Any,
+    operand: Any,
+    want: Split | None,
+    filled: frozenset[str],
 ) -> Split | None:
     """The split of an operand that makes the result split as wanted."""
     if want is None:
@@ -208,8 +220,8 @@ def _through(
     if start is not None:
         keeps = rule.flat and len(operand) > start and operand[:start] == result[:start]
         return want if keeps else None
-    factor = rule.major(result, want.dim)
-    if factor is None or not rule.is_splittable(factor):
+    factor = rule.major(result, want.dim, filled)
+    if factor is None or not rule.is_splittable(factor, filled):
         return None
     dim = rule.dim_of(operand, factor)
     return None if dim is None else Split(dim, want.stored)
@@ -220,6 +232,3 @@ def _elements(aval: Any) -> int:
     for size in getattr(aval, "shape", ()):
         total *= size
     return total
-
-
-__all__ = ["Reviewed", "aval_of", "review"]

@@ -52,22 +52,34 @@ class OpShardingRule:
     def reducer(self, factor: str) -> str | None:
         return dict(self.reduce).get(factor)
 
-    def major(self, dims: tuple[Dim, ...], dim: int) -> str | None:
-        """The factor whose blocks are contiguous blocks of dimension `dim`."""
+    def major(
+        self, dims: tuple[Dim, ...], dim: int, filled: frozenset[str] = frozenset()
+    ) -> str | None:
+        """The factor whose blocks are contiguous blocks of dimension `dim`.
+
+        Args:
+          dims: the factors of an operand or result.
+          dim: the dimension.
+          filled: factors that more major mesh axes split down to single elements.
+
+        Returns:
+          The factor, or None if none is left.
+        """
         sizes = dict(self.sizes)
-        return next((f for f in dims[dim] if sizes[f] != 1), None)
+        return next((f for f in dims[dim] if sizes[f] != 1 and f not in filled), None)
 
     def dim_of(self, dims: tuple[Dim, ...], factor: str) -> int | None:
         """The dimension in which `factor` stands, or None."""
         return next((d for d, dim in enumerate(dims) if factor in dim), None)
 
-    def is_splittable(self, factor: str) -> bool:
-        """Whether a block of `factor` is a block of every dimension it stands in."""
+    def is_splittable(self, factor: str, filled: frozenset[str] = frozenset()) -> bool:
+        """Whether a block of `factor` is a block of every dimension it stands in, the
+        factors in `filled` being split down to single elements already."""
         if factor in self.whole:
             return False
         for dims in (*self.operands, *self.results):
             dim = self.dim_of(dims, factor)
-            if dim is not None and self.major(dims, dim) != factor:
+            if dim is not None and self.major(dims, dim, filled) != factor:
                 return False
         reduced = self.reducer(factor) is not None
         return reduced or all(

@@ -215,7 +215,7 @@ class ShardedStep:
             split = batch_shardings(batch, batch_leaves, self.batch_spec, axes)
             states = jax.tree.unflatten(treedef, avals)
             rest = jax.tree.unflatten(batch_tree, batch_avals)
-            traced = trace(self._join, states, rest, leaves)
+            traced = trace(self._join, states, rest, leaves, split, axes)
             planned = plan_traced(
                 traced, leaves, stored, split, axes, self.storage.min_size
             )

@@ -4,7 +4,7 @@ In: the step and avals of its arguments. Out: its jaxpr, and the structure of wh
 returns; or an error that says what the step does that cannot be sharded.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,8 @@ from jax.tree_util import tree_flatten_with_path
 from shardfn import _compat
 from shardfn._arguments import Leaf, path_name
 from shardfn._errors import ShardingError, call_site
+from shardfn._per_device import GlobalStep, as_global, unbound_axis
+from shardfn._sharding import Axes, Sharding
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +36,12 @@ class Traced:
 
 
 def trace(
-    step: Callable[..., Any],
+    step: GlobalStep,
     states: tuple[Any, ...],
     batch: tuple[Any, ...],
     leaves: Sequence[Leaf],
+    split: Sequence[Sharding],
+    axes: Axes,
 ) -> Traced:
     """Traces `step` and checks that it returns a state like the one it takes.
 
@@ -46,6 +50,8 @@ def trace(
       states: the state arguments, pytrees of `ShapeDtypeStruct`.
       batch: the other arguments.
       leaves: the leaves of `states`.
+      split: shardings of the batch's leaves.
+      axes: the mesh axes. A step that uses their names is a step for one device.
 
     Returns:
       The traced step.
@@ -62,7 +68,12 @@ def trace(
             f'Turn it off: jax.config.update("{flags[0]}", False).'
         )
     try:
-        jaxpr, out = jax.make_jaxpr(step, return_shape=True)(states, batch)
+        try:
+            jaxpr, out = jax.make_jaxpr(step, return_shape=True)(states, batch)
+        except NameError as error:
+            _check_axis(error, axes)
+            step = as_global(step, axes, split, len(states))
+            jaxpr, out = jax.make_jaxpr(step, return_shape=True)(states, batch)
     except jax.errors.UnexpectedTracerError as error:
         raise ShardingError(
             "the step is not pure: it uses a tracer that an earlier trace left behind, "
@@ -75,6 +86,20 @@ def trace(
     flat, out_tree = tree_flatten_with_path(out)
     paths = tuple(path_name(path) for path, _ in flat[count:])
     return Traced(jaxpr, out_tree, paths, count)
+
+
+def _check_axis(error: NameError, axes: Axes) -> None:
+    """Raises unless the trace failed because the step names one of our mesh axes."""
+    name = unbound_axis(error)
+    if name is None:
+        raise error
+    if name not in axes.names:
+        raise ShardingError(
+            f"the step uses mesh axis '{name}', but fully_shard shards over "
+            f"{axes.names}.\n"
+            f"  the step was called at {call_site()}\n"
+            f"Pass axis='{name}' to fully_shard, with a mesh that has this axis."
+        ) from error
 
 
 def _check_effects(jaxpr: Any) -> None:
