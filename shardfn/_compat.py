@@ -148,6 +148,11 @@ def is_key(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
+def is_debug_effect(effect: Any) -> bool:
+    """Whether this is the effect of an unordered `jax.debug.print` or `callback`."""
+    return type(effect).__name__ == "DebugEffect"
+
+
 def is_mapped(x: Any) -> bool:
     """Whether `x`, inside the innermost `jax.vmap`, depends on what is mapped over."""
     return isinstance(x, _batching.BatchTracer) and x.batch_dim is not None

@@ -6,6 +6,7 @@ plan; emit only evaluates equations and makes the moves. Types stay truthful: a 
 invarying along a mesh axis exactly if the plan says that it is replicated there.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -136,6 +137,8 @@ class _Run:
 
     def op(self, step: Apply, node: Node, operands: Arrays) -> Arrays:
         rule = rule_of(node.eqn)
+        if node.eqn.effects:
+            return self.once(node, operands)
         if rule is None:
             out = node.eqn.primitive.bind(*self.alike(operands), **node.eqn.params)
             return out if node.eqn.primitive.multiple_results else [out]
@@ -145,6 +148,13 @@ class _Run:
             for dims, x, atom in zip(rule.operands, operands, node.inputs, strict=True)
         ]
         return run_local(local, *self.alike(operands))
+
+    def once(self, node: Node, operands: Arrays) -> Arrays:
+        """Runs a node for its effect, such as printing, on the first device alone."""
+        bind = functools.partial(node.eqn.primitive.bind, **node.eqn.params)
+        first = lax.axis_index(self.axes.names) == 0
+        lax.cond(first, lambda *xs: list(bind(*xs)), lambda *_: [], *operands)
+        return []
 
     def local_op(self, step: Apply, node: Node, rule: OpShardingRule) -> LocalOp:
         split: dict[str, list[int]] = {}

@@ -10,7 +10,7 @@ from shardfn import _rules as _rules  # fills the registry
 from shardfn._errors import ShardingError, call_site
 from shardfn._sharded_step import ShardedStep, Step
 from shardfn._sharding import Axes
-from shardfn._storage import Storage
+from shardfn._storage import Storage, automatic
 
 
 @overload
@@ -127,7 +127,7 @@ def fully_shard(
     argnums = (state_argnums,) if isinstance(state_argnums, int) else state_argnums
     step = ShardedStep(
         step=train_step,
-        storage=Storage(mesh, axes, min_size),
+        storage=Storage(automatic(mesh), mesh, axes, min_size),
         strict=strict,
         state_argnums=tuple(argnums),
         batch_spec=batch_spec,

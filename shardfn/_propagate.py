@@ -206,7 +206,7 @@ class _Body:
         elif (rule := self.solver.rule(node)) is None:
             whole = [axes.replicated] * len(node.inputs)
             made = (axes.replicated,) * len(node.outputs)
-            gathers = any(s != axes.replicated for s in states)
+            gathers = not node.eqn.effects and any(s != axes.replicated for s in states)
             decision = Decision(tuple(whole), made, made, fallback=gathers)
         else:
             site = OpSite(

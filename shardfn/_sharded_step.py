@@ -48,7 +48,8 @@ class ShardedStep:
 
     @property
     def mesh(self) -> Mesh:
-        return self.storage.mesh
+        """The mesh that `fully_shard` was given."""
+        return self.storage.given
 
     # Running
 
@@ -72,8 +73,11 @@ class ShardedStep:
         stored, leaves, treedef = self.storage.place(states)
         placed = self.storage.place_batch(batch, batch_leaves, split)
         out = self._jit(leaves, treedef)(stored, jax.tree.unflatten(batch_tree, placed))
-        self.storage.remember(jax.tree.leaves(out[: len(states)]), leaves)
-        return out
+        flat, tree = jax.tree.flatten(out)
+        count = len(leaves)
+        self.storage.remember(flat[:count], leaves)
+        rest = self.storage.hand_back(flat[count:])
+        return jax.tree.unflatten(tree, [*flat[:count], *rest])
 
     def lower(self, *args: Any) -> jax.stages.Lowered:
         """Lowers the step; the mesh may be of devices that are not there.
@@ -235,7 +239,8 @@ class ShardedStep:
                     for x, leaf in zip(stored, leaves, strict=True)
                 ]
                 planned = self._planned(tuple(named), treedef, batch)
-                out = self._shard_map(planned)(*stored, *jax.tree.leaves(batch))
+                with jax.sharding.use_abstract_mesh(self.storage.mesh.abstract_mesh):
+                    out = self._shard_map(planned)(*stored, *jax.tree.leaves(batch))
                 return jax.tree.unflatten(planned.traced.out_tree, out)
 
             functools.update_wrapper(run, self.step, updated=())
@@ -247,7 +252,7 @@ class ShardedStep:
         axes, body = self.storage.axes, planned.body
         return jax.shard_map(
             planned.run,
-            mesh=self.mesh,
+            mesh=self.storage.mesh,
             in_specs=tuple(partition_spec(s, axes) for s in body.inputs),
             out_specs=[partition_spec(s, axes) for s in body.output_shardings],
             axis_names=set(axes.names),

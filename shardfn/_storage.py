@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 
 from shardfn import _compat
 from shardfn._arguments import Leaf, leaves_of
@@ -25,11 +25,16 @@ Shapes = tuple[tuple[int, ...], ...]
 class Storage:
     """How states are stored on a mesh.
 
+    `mesh` is the caller's mesh, `given`, with all axes automatic. The step is manual
+    over its own axes and XLA's over all others; on an explicit mesh the types of the
+    caller's arrays would have to name both, also under `jax.jit`.
+
     `shapes` remembers the logical shapes of the padded states it has seen, by structure
     and stored shapes: a state that went through `jax.tree.map` is still recognised.
     """
 
     mesh: Mesh
+    given: Mesh
     axes: Axes
     min_size: int
     shapes: dict[tuple[Any, Shapes], Shapes] = field(default_factory=dict)
@@ -123,6 +128,17 @@ class Storage:
             if x.shape != leaf.aval.shape and not _compat.is_traced(x):
                 remember(x, leaf.aval.shape)
 
+    def hand_back(self, out: Sequence[Any]) -> list[Any]:
+        """Results on the caller's mesh, so that they mix with its own arrays."""
+        if self.given == self.mesh:
+            return list(out)
+        return [
+            x
+            if _compat.is_traced(x)
+            else jax.device_put(x, NamedSharding(self.given, x.sharding.spec))
+            for x in out
+        ]
+
     def whole(self, states: tuple[Any, ...]) -> Any:
         """Stored states with every leaf whole on the first device of the mesh."""
         leaves, treedef = self.leaves(states)
@@ -152,6 +168,12 @@ class Storage:
             else:
                 placed.append(jax.device_put(x, named))
         return placed
+
+
+def automatic(mesh: Mesh) -> Mesh:
+    """The same devices and axes, every axis left to the compiler."""
+    types = (AxisType.Auto,) * len(mesh.axis_names)
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
 
 
 def _reshaped(

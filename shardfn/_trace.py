@@ -13,7 +13,7 @@ from jax.tree_util import tree_flatten_with_path
 
 from shardfn import _compat
 from shardfn._arguments import Leaf, path_name
-from shardfn._errors import ShardingError, call_site
+from shardfn._errors import ShardingError, call_site, where
 from shardfn._per_device import GlobalStep, as_global, unbound_axis
 from shardfn._sharding import Axes, Sharding
 
@@ -103,11 +103,17 @@ def _check_axis(error: NameError, axes: Axes) -> None:
 
 
 def _check_effects(jaxpr: Any) -> None:
-    effects = sorted({type(e).__name__ for e in jaxpr.effects})
+    effects = sorted(
+        {type(e).__name__ for e in jaxpr.effects if not _compat.is_debug_effect(e)}
+    )
     if not effects:
         return
     place = next(
-        (_compat.summarize(e) for e in _compat.open_jaxpr(jaxpr)[0].eqns if e.effects),
+        (
+            where(eqn)
+            for eqn in _compat.open_jaxpr(jaxpr)[0].eqns
+            if any(not _compat.is_debug_effect(e) for e in eqn.effects)
+        ),
         "an unknown place",
     )
     raise ShardingError(
