@@ -8,7 +8,8 @@ from jax.sharding import Mesh
 
 from shardfn import _rules as _rules  # fills the registry
 from shardfn._errors import ShardingError, call_site
-from shardfn._sharded_step import ShardedStep, Step
+from shardfn._plain_step import PlainStep, Step
+from shardfn._sharded_step import ShardedStep
 from shardfn._sharding import Axes
 from shardfn._storage import Storage, automatic
 
@@ -125,13 +126,8 @@ def fully_shard(
             )
     axes = Axes(names, tuple(mesh.shape[n] for n in names))
     argnums = (state_argnums,) if isinstance(state_argnums, int) else state_argnums
-    step = ShardedStep(
-        step=train_step,
-        storage=Storage(automatic(mesh), mesh, axes, min_size),
-        strict=strict,
-        state_argnums=tuple(argnums),
-        batch_spec=batch_spec,
-        donate=donate,
-    )
+    plain = PlainStep(train_step, min_size, strict, tuple(argnums), batch_spec)
+    storage = Storage(automatic(mesh), mesh, axes, min_size)
+    step = ShardedStep(plain, storage, donate)
     functools.update_wrapper(step, train_step, updated=())
     return step

@@ -4,23 +4,20 @@ In: the plain step and how its state is stored. Out: a callable like the step.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from shardfn._arguments import Leaf, batch_shardings, leaves_of
-from shardfn._errors import ShardingError, call_site
+from shardfn._arguments import Leaf, leaves_of
 from shardfn._padding import to_stored
+from shardfn._plain_step import PlainStep, Side
 from shardfn._plan import Plan
-from shardfn._planner import Planned, check_fallbacks, describe, plan_traced
+from shardfn._planner import Planned, describe
 from shardfn._sharding import partition_spec
 from shardfn._storage import Storage
-from shardfn._trace import trace
-
-Step = Callable[..., Any]
 
 
 @dataclass(eq=False)
@@ -29,21 +26,14 @@ class ShardedStep:
     the step that it was made from.
 
     Attributes:
-      step: the plain step.
+      plain: the plain step, and what its arguments mean.
       storage: the mesh, and how states are stored on it.
-      strict: whether a primitive without a rule is an error.
-      state_argnums: positions of the state arguments.
-      batch_spec: prefix pytree of PartitionSpecs of the batch, or None.
       donate: whether the state's buffers are given to the result.
     """
 
-    step: Step
+    plain: PlainStep
     storage: Storage
-    strict: bool
-    state_argnums: tuple[int, ...]
-    batch_spec: Any
     donate: bool
-    _plans: dict[Any, Planned] = field(default_factory=dict, repr=False)
     _jitted: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -67,9 +57,9 @@ class ShardedStep:
           ShardingError: the step or its arguments cannot be sharded; the message says
             which leaf or line, and what to do. The state stays usable.
         """
-        states, batch = self._divide(args)
+        states, batch = self.plain.divide(args)
         batch_leaves, batch_tree = leaves_of(batch, "batch")
-        split = batch_shardings(batch, batch_leaves, self.batch_spec, self.storage.axes)
+        split = self.plain.split(batch, batch_leaves, self.storage.axes)
         stored, leaves, treedef = self.storage.place(states)
         placed = self.storage.place_batch(batch, batch_leaves, split)
         out = self._jit(leaves, treedef)(stored, jax.tree.unflatten(batch_tree, placed))
@@ -88,11 +78,11 @@ class ShardedStep:
         Returns:
           The lowered step, ready for `.compile()`.
         """
-        states, batch = self._divide(args)
+        states, batch = self.plain.divide(args)
         leaves, treedef = self.storage.leaves(states)
         stored = [self.storage.stored_aval(x, s) for x, s in self.storage.each(leaves)]
         batch_leaves, batch_tree = leaves_of(batch, "batch")
-        split = batch_shardings(batch, batch_leaves, self.batch_spec, self.storage.axes)
+        split = self.plain.split(batch, batch_leaves, self.storage.axes)
         placed = [
             self.storage.stored_aval(leaf, s)
             for leaf, s in zip(batch_leaves, split, strict=True)
@@ -110,7 +100,7 @@ class ShardedStep:
         Returns:
           A frozen plan; print it, compare it, or read its fields.
         """
-        states, batch = self._divide(args)
+        states, batch = self.plain.divide(args)
         leaves, treedef = self.storage.leaves(states)
         return describe(self._planned(leaves, treedef, batch))
 
@@ -180,52 +170,17 @@ class ShardedStep:
 
     # Inside
 
-    def _divide(self, args: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
-        """The state arguments, a tuple unless there is only one, and the others."""
-        if len(args) <= max(self.state_argnums):
-            raise ShardingError(
-                f"the step was called with {len(args)} arguments, but its state is "
-                f"argument {max(self.state_argnums)} (state_argnums).\n"
-                f"  the step was called at {call_site()}"
-            )
-        states = tuple(args[i] for i in self.state_argnums)
-        rest = (a for i, a in enumerate(args) if i not in self.state_argnums)
-        return states, tuple(rest)
-
-    def _join(self, states: Sequence[Any], batch: Sequence[Any]) -> Any:
-        """Calls the plain step with its arguments in its own order."""
-        args = list(batch)
-        for position, state in sorted(
-            zip(self.state_argnums, states, strict=True), key=lambda pair: pair[0]
-        ):
-            args.insert(position, state)
-        return self.step(*args)
-
     def _planned(
         self, leaves: tuple[Leaf, ...], treedef: Any, batch: tuple[Any, ...]
     ) -> Planned:
-        """The planned step for these leaves; traced once per shapes and structure."""
         axes = self.storage.axes
         batch_leaves, batch_tree = leaves_of(batch, "batch")
-        avals = [leaf.aval for leaf in leaves]
-        batch_avals = [leaf.aval for leaf in batch_leaves]
-        key = (
-            treedef,
-            batch_tree,
-            *((a.shape, a.dtype, a.weak_type) for a in (*avals, *batch_avals)),
+        split = self.plain.split(batch, batch_leaves, axes)
+        return self.plain.planned(
+            Side(leaves, self.storage.partition(leaves), treedef),
+            Side(tuple(batch_leaves), split, batch_tree),
+            axes,
         )
-        if key not in self._plans:
-            stored = self.storage.partition(leaves)
-            split = batch_shardings(batch, batch_leaves, self.batch_spec, axes)
-            states = jax.tree.unflatten(treedef, avals)
-            rest = jax.tree.unflatten(batch_tree, batch_avals)
-            traced = trace(self._join, states, rest, leaves, split, axes)
-            planned = plan_traced(
-                traced, leaves, stored, split, axes, self.storage.min_size
-            )
-            check_fallbacks(planned, self.strict)
-            self._plans[key] = planned
-        return self._plans[key]
 
     def _jit(self, leaves: tuple[Leaf, ...], treedef: Any) -> Any:
         """The jitted step on stored leaves, traced on the logical shapes of
@@ -243,7 +198,7 @@ class ShardedStep:
                     out = self._shard_map(planned)(*stored, *jax.tree.leaves(batch))
                 return jax.tree.unflatten(planned.traced.out_tree, out)
 
-            functools.update_wrapper(run, self.step, updated=())
+            functools.update_wrapper(run, self.plain.step, updated=())
             donated = (0,) if self.donate else ()
             self._jitted[key] = jax.jit(run, donate_argnums=donated)
         return self._jitted[key]

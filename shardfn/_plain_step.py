@@ -1,0 +1,119 @@
+"""The user's step, and what its arguments mean.
+
+In: the step as written for one device, and the options that describe it. Out: which
+arguments are state, how the batch is split, and the planned step for given shapes.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from shardfn._arguments import Leaf, batch_shardings
+from shardfn._errors import ShardingError, call_site
+from shardfn._planner import Planned, check_fallbacks, plan_traced
+from shardfn._sharding import Axes, Sharding
+from shardfn._trace import trace
+
+Step = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """The state arguments of a call, or the others: leaves, shardings, structure."""
+
+    leaves: tuple[Leaf, ...]
+    shardings: tuple[Sharding, ...]
+    treedef: Any
+
+    @property
+    def key(self) -> Hashable:
+        types = ((x.aval.shape, x.aval.dtype, x.aval.weak_type) for x in self.leaves)
+        return self.treedef, self.shardings, *types
+
+    @property
+    def avals(self) -> Any:
+        """The arguments as pytrees of `ShapeDtypeStruct`."""
+        return jax.tree.unflatten(self.treedef, [leaf.aval for leaf in self.leaves])
+
+
+@dataclass(frozen=True, slots=True)
+class PlainStep:
+    """A plain step.
+
+    Attributes:
+      step: the function that the user wrote.
+      min_size: state leaves with fewer elements stay replicated.
+      strict: whether a primitive without a rule is an error.
+      state_argnums: positions of the state arguments.
+      batch_spec: prefix pytree of PartitionSpecs of the batch, or None.
+      plans: planned steps by structure and shapes.
+    """
+
+    step: Step
+    min_size: int
+    strict: bool
+    state_argnums: tuple[int, ...]
+    batch_spec: Any
+    plans: dict[Any, Planned] = field(default_factory=dict)
+
+    def divide(self, args: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
+        """The state arguments, a tuple unless there is only one, and the others."""
+        if len(args) <= max(self.state_argnums):
+            raise ShardingError(
+                f"the step was called with {len(args)} arguments, but its state is "
+                f"argument {max(self.state_argnums)} (state_argnums).\n"
+                f"  the step was called at {call_site()}"
+            )
+        states = tuple(args[i] for i in self.state_argnums)
+        rest = (a for i, a in enumerate(args) if i not in self.state_argnums)
+        return states, tuple(rest)
+
+    def call(self, states: Sequence[Any], batch: Sequence[Any]) -> Any:
+        """Calls the plain step with its arguments in its own order."""
+        args = list(batch)
+        for position, state in sorted(
+            zip(self.state_argnums, states, strict=True), key=lambda pair: pair[0]
+        ):
+            args.insert(position, state)
+        return self.step(*args)
+
+    def split(
+        self, batch: tuple[Any, ...], leaves: Sequence[Leaf], axes: Axes
+    ) -> tuple[Sharding, ...]:
+        """How every leaf of the batch is split."""
+        return batch_shardings(batch, leaves, self.batch_spec, axes)
+
+    def planned(self, state: Side, batch: Side, axes: Axes) -> Planned:
+        """The planned step for these arguments; traced once per shapes and structure.
+
+        Args:
+          state: the state arguments, on logical global shapes.
+          batch: the other arguments, on global shapes.
+          axes: the mesh axes.
+
+        Returns:
+          The planned step.
+        """
+        key = state.key, batch.key, axes
+        if key not in self.plans:
+            traced = trace(
+                self.call,
+                state.avals,
+                batch.avals,
+                state.leaves,
+                batch.shardings,
+                axes,
+            )
+            planned = plan_traced(
+                traced,
+                state.leaves,
+                state.shardings,
+                batch.shardings,
+                axes,
+                self.min_size,
+            )
+            check_fallbacks(planned, self.strict)
+            self.plans[key] = planned
+        return self.plans[key]
