@@ -5,6 +5,7 @@ from shardfn._errors import (
     UnsupportedPrimitiveWarning as UnsupportedPrimitiveWarning,
 )
 from shardfn._fully_shard import fully_shard as fully_shard
+from shardfn._local_step import LocalStep as LocalStep
 from shardfn._plan import Collective as Collective
 from shardfn._plan import Plan as Plan
 from shardfn._rule import LocalOp as LocalOp

@@ -71,7 +71,11 @@ def abstract(leaf: Any, path: Sequence[Any], what: str) -> jax.ShapeDtypeStruct:
 
 
 def batch_shardings(
-    batch: Sequence[Any], leaves: Sequence[Leaf], spec: Any, axes: Axes
+    batch: Sequence[Any],
+    leaves: Sequence[Leaf],
+    spec: Any,
+    axes: Axes,
+    is_local: bool = False,
 ) -> tuple[Sharding, ...]:
     """How every batch leaf is split.
 
@@ -80,6 +84,7 @@ def batch_shardings(
       leaves: their leaves, in order.
       spec: the caller's `batch_spec`, or None.
       axes: the mesh axes; the batch is split over all of them.
+      is_local: whether leaves have the shapes of one device's part.
 
     Returns:
       One sharding per leaf: dimension 0 split unless `spec` says otherwise; scalars and
@@ -91,7 +96,8 @@ def batch_shardings(
     )
     _match(spec, whole, specs)
     return tuple(
-        _batch_leaf(leaf, one, axes) for leaf, one in zip(leaves, specs, strict=True)
+        _batch_leaf(leaf, one, axes, is_local)
+        for leaf, one in zip(leaves, specs, strict=True)
     )
 
 
@@ -117,7 +123,9 @@ def _match(spec: Any, tree: Any, out: list[PartitionSpec | None]) -> None:
         _match(specs.get(key), child, out)
 
 
-def _batch_leaf(leaf: Leaf, spec: PartitionSpec | None, axes: Axes) -> Sharding:
+def _batch_leaf(
+    leaf: Leaf, spec: PartitionSpec | None, axes: Axes, is_local: bool
+) -> Sharding:
     shape = leaf.aval.shape
     if spec is None:
         dims = {} if _is_whole(leaf.aval) else dict.fromkeys(axes.names, 0)
@@ -135,7 +143,7 @@ def _batch_leaf(leaf: Leaf, spec: PartitionSpec | None, axes: Axes) -> Sharding:
     for dim in set(dims.values()):
         over = [a for a, n in enumerate(axes.names) if dims.get(n) == dim]
         count = math.prod(axes.sizes[a] for a in over)
-        if dim >= len(shape) or shape[dim] % count:
+        if dim >= len(shape) or (not is_local and shape[dim] % count):
             _refuse(leaf, dim, count, [axes.names[a] for a in over])
     return sharding
 

@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 
 from shardfn import _rules as _rules  # fills the registry
 from shardfn._errors import ShardingError, call_site
+from shardfn._local_step import LocalStep
 from shardfn._plain_step import PlainStep, Step
 from shardfn._sharded_step import ShardedStep
 from shardfn._sharding import Axes
@@ -30,6 +31,20 @@ def fully_shard(
 
 @overload
 def fully_shard(
+    train_step: Step,
+    mesh: None = None,
+    *,
+    axis: str | tuple[str, ...] = ...,
+    min_size: int = ...,
+    strict: bool = ...,
+    state_argnums: int | tuple[int, ...] = ...,
+    batch_spec: Any = ...,
+    donate: bool = ...,
+) -> LocalStep: ...
+
+
+@overload
+def fully_shard(
     train_step: None = None,
     mesh: Mesh | None = None,
     *,
@@ -39,7 +54,7 @@ def fully_shard(
     state_argnums: int | tuple[int, ...] = ...,
     batch_spec: Any = ...,
     donate: bool = ...,
-) -> Callable[[Step], ShardedStep]: ...
+) -> Callable[[Step], Any]: ...
 
 
 def fully_shard(
@@ -52,7 +67,7 @@ def fully_shard(
     state_argnums: int | tuple[int, ...] = 0,
     batch_spec: Any = None,
     donate: bool = True,
-) -> ShardedStep | Callable[[Step], ShardedStep]:
+) -> ShardedStep | LocalStep | Callable[[Step], Any]:
     """Shards `train_step`'s state over one mesh axis, gathering each parameter where it
     is used.
 
@@ -65,7 +80,8 @@ def fully_shard(
       train_step: pure function `(state, batch, ...) -> (state, ...)` written for one
         device. The new state has the structure, shapes and dtypes of the old one.
       mesh: device mesh with an axis called `axis`, of `n` devices. They may be devices
-        that are not there; then only `lower` and `plan` work.
+        that are not there; then only `lower` and `plan` work. Without a mesh the result
+        is a `LocalStep`, for use inside the caller's own `jax.shard_map` or `jax.pmap`.
       axis: mesh axis to shard over, or several, major to minor: the batch is split over
         all of them, parameters over the last, and gradients are reduce-scattered over
         the last and then all-reduced over the others.
@@ -81,8 +97,9 @@ def fully_shard(
         again.
 
     Returns:
-      A jitted `ShardedStep`. Arrays in `batch` have shape `[B, ...]`; scalar results
-      are replicated, per-example results split like the batch.
+      A jitted `ShardedStep`, or a `LocalStep` without a mesh. Arrays in `batch` have
+      shape `[B, ...]`; scalar results are replicated, per-example results split like
+      the batch.
 
     Raises:
       ShardingError: `mesh` has no axis `axis`.
@@ -113,9 +130,13 @@ def fully_shard(
     )
     if train_step is None:
         return functools.partial(fully_shard, mesh=mesh, **options)
-    if mesh is None:
-        raise ShardingError("fully_shard needs a mesh: fully_shard(train_step, mesh).")
     names = (axis,) if isinstance(axis, str) else tuple(axis)
+    argnums = (state_argnums,) if isinstance(state_argnums, int) else state_argnums
+    plain = PlainStep(train_step, min_size, strict, tuple(argnums), batch_spec)
+    if mesh is None:
+        local = LocalStep(plain, names)
+        functools.update_wrapper(local, train_step, updated=())
+        return local
     for name in names:
         if name not in mesh.shape:
             raise ShardingError(
@@ -125,8 +146,6 @@ def fully_shard(
                 f"jax.make_mesh(({mesh.size},), ({name!r},))."
             )
     axes = Axes(names, tuple(mesh.shape[n] for n in names))
-    argnums = (state_argnums,) if isinstance(state_argnums, int) else state_argnums
-    plain = PlainStep(train_step, min_size, strict, tuple(argnums), batch_spec)
     storage = Storage(automatic(mesh), mesh, axes, min_size)
     step = ShardedStep(plain, storage, donate)
     functools.update_wrapper(step, train_step, updated=())

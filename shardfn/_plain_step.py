@@ -80,10 +80,14 @@ class PlainStep:
         return self.step(*args)
 
     def split(
-        self, batch: tuple[Any, ...], leaves: Sequence[Leaf], axes: Axes
+        self,
+        batch: tuple[Any, ...],
+        leaves: Sequence[Leaf],
+        axes: Axes,
+        is_local: bool = False,
     ) -> tuple[Sharding, ...]:
-        """How every leaf of the batch is split."""
-        return batch_shardings(batch, leaves, self.batch_spec, axes)
+        """How each leaf of the batch is split; shapes are local ones if `is_local`."""
+        return batch_shardings(batch, leaves, self.batch_spec, axes, is_local)
 
     def planned(self, state: Side, batch: Side, axes: Axes) -> Planned:
         """The planned step for these arguments; traced once per shapes and structure.

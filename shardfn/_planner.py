@@ -5,8 +5,9 @@ emit can run, and from it the `Plan` that people read.
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
@@ -84,6 +85,30 @@ def plan_traced(
     if any(r is not None for r in required[len(stored) :]):
         body = propagate(program, (*stored, *batch), required, axes, min_size)
     return Planned(traced, program, schedule(program, body, axes), state, stored, axes)
+
+
+def plan_init(
+    init_fn: Callable[..., Any],
+    args: Sequence[Any],
+    stored: Sequence[Sharding],
+    axes: Axes,
+) -> Callable[..., list[jax.Array]]:
+    """Plans a function that makes a whole state, to make one device's shards instead.
+
+    Args:
+      init_fn: pure function that returns the whole state.
+      args: its arguments, replicated.
+      stored: shardings of the state's leaves.
+      axes: the mesh axes.
+
+    Returns:
+      A function of the leaves of `args`, to be called inside `shard_map`.
+    """
+    program = make_program(jax.make_jaxpr(init_fn)(*args))
+    inputs = [axes.replicated] * len(program.inputs)
+    body = propagate(program, inputs, stored, axes, small=2)
+    body = schedule(program, body, axes)
+    return lambda *leaves: emit(program, body, leaves, axes)
 
 
 def describe(planned: Planned, *, fingerprint: bool = True) -> Plan:
