@@ -37,6 +37,11 @@ _INLINED = {
 
 _POSITIONAL = {"psum": jnp.sum, "pmax": jnp.max, "pmin": jnp.min}
 
+CONCRETE_ARRAYS = tuple(
+    t for t in jax.Array.__subclasses__() if t.__name__ in ("ArrayImpl", "PRNGKeyArray")
+)
+"""The types of arrays that have values: not tracers."""
+
 # Frames of this package are not the user's.
 _public_source_info.register_exclusion(os.path.dirname(__file__) + os.sep)
 

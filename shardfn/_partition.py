@@ -48,7 +48,7 @@ def _leaf_sharding(leaf: Any, axes: Axes, min_size: int, stacked: bool) -> Shard
     size = math.prod(leaf.shape)
     is_key = _compat.is_key(leaf.dtype)
     count = axes.sizes[axes.stored]
-    if is_key or size < max(min_size, count):
+    if is_key or count == 1 or size < max(min_size, count):
         return axes.replicated
     dim = choose_dim(leaf.shape, count, stacked)
     return on_axis(axes.replicated, axes.stored, Split(dim, stored=True))

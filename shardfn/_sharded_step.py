@@ -11,11 +11,13 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from shardfn import _compat
 from shardfn._arguments import Leaf, leaves_of
-from shardfn._padding import to_stored
+from shardfn._padding import remember, to_stored
 from shardfn._plain_step import PlainStep, Side
 from shardfn._plan import Plan
 from shardfn._planner import Planned, describe
+from shardfn._ready import Ready
 from shardfn._sharding import partition_spec
 from shardfn._storage import Storage
 
@@ -35,6 +37,7 @@ class ShardedStep:
     storage: Storage
     donate: bool
     _jitted: dict[Any, Any] = field(default_factory=dict, repr=False)
+    _ready: dict[Any, Ready] = field(default_factory=dict, repr=False)
 
     @property
     def mesh(self) -> Mesh:
@@ -58,16 +61,20 @@ class ShardedStep:
             which leaf or line, and what to do. The state stays usable.
         """
         states, batch = self.plain.divide(args)
-        batch_leaves, batch_tree = leaves_of(batch, "batch")
-        split = self.plain.split(batch, batch_leaves, self.storage.axes)
-        stored, leaves, treedef = self.storage.place(states)
-        placed = self.storage.place_batch(batch, batch_leaves, split)
-        out = self._jit(leaves, treedef)(stored, jax.tree.unflatten(batch_tree, placed))
+        stored, state_tree = jax.tree.flatten(states)
+        flat_batch, batch_tree = jax.tree.flatten(batch)
+        ready = self._ready.get((state_tree, batch_tree))
+        placed = ready.place(flat_batch) if ready and ready.takes(stored) else None
+        if placed is None:
+            ready, stored, placed = self._prepare(states, batch)
+        assert ready is not None
+        out = ready.run(stored, jax.tree.unflatten(batch_tree, placed))
         flat, tree = jax.tree.flatten(out)
-        count = len(leaves)
-        self.storage.remember(flat[:count], leaves)
-        rest = self.storage.hand_back(flat[count:])
-        return jax.tree.unflatten(tree, [*flat[:count], *rest])
+        new, rest = flat[: len(stored)], flat[len(stored) :]
+        for i, shape in ready.padded:
+            if not _compat.is_traced(new[i]):
+                remember(new[i], shape)
+        return jax.tree.unflatten(tree, [*new, *self.storage.hand_back(rest)])
 
     def lower(self, *args: Any) -> jax.stages.Lowered:
         """Lowers the step; the mesh may be of devices that are not there.
@@ -169,6 +176,35 @@ class ShardedStep:
         return jax.tree.unflatten(treedef, named)[0]
 
     # Inside
+
+    def _prepare(
+        self, states: tuple[Any, ...], batch: tuple[Any, ...]
+    ) -> tuple[Ready, list[Any], list[Any]]:
+        """The long way of a call: checks and places its leaves.
+
+        Returns:
+          What later calls may skip this for, the state's leaves and the batch's.
+        """
+        storage = self.storage
+        batch_leaves, batch_tree = leaves_of(batch, "batch")
+        split = self.plain.split(batch, batch_leaves, storage.axes)
+        stored, leaves, treedef = storage.place(states)
+        placed = storage.place_batch(batch, batch_leaves, split)
+        logical = [leaf.aval.shape for leaf in leaves]
+        shapes = tuple(jax.numpy.shape(x) for x in stored)
+        ready = Ready(
+            run=self._jit(leaves, treedef),
+            shapes=shapes,
+            shardings=tuple(storage.named(s) for s in storage.partition(leaves)),
+            padded=tuple((i, s) for i, s in enumerate(logical) if s != shapes[i]),
+            batch_types=tuple((x.aval.shape, x.aval.dtype) for x in batch_leaves),
+            batch_shardings=tuple(
+                storage.named(s) if leaf.aval.shape else None
+                for leaf, s in zip(batch_leaves, split, strict=True)
+            ),
+        )
+        self._ready[treedef, batch_tree] = ready
+        return ready, stored, placed
 
     def _planned(
         self, leaves: tuple[Leaf, ...], treedef: Any, batch: tuple[Any, ...]
