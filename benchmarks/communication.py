@@ -1,5 +1,5 @@
-"""Bytes on the wire, memory and overlap of a GPT step, compiled for devices that are not
-there: shardfn beside `jit` with NamedSharding on the same unedited step.
+"""Bytes on the wire, memory and overlap of a GPT step, compiled for devices that are
+not there: shardfn beside `jit` with NamedSharding on the same unedited step.
 
 Everything printed is read off the plan or the compiled program, so it is deterministic
 except the compile time. Needs the extra `aot`.

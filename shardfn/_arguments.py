@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from shardfn import _compat
-from shardfn._errors import ShardingError, call_site
+from shardfn._errors import ShardingError, called
 from shardfn._padding import logical_shape
 from shardfn._sharding import Axes, Sharding, Split, on_axis
 
@@ -56,18 +56,28 @@ def abstract(leaf: Any, path: Sequence[Any], what: str) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, leaf.dtype, weak_type=weak)
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type)
-    if isinstance(leaf, (bool, int, float, complex, np.ndarray, np.generic)):
+    numbers = bool, int, float, complex
+    if isinstance(leaf, (*numbers, np.ndarray, np.generic)) and _is_numeric(leaf):
         aval = jax.eval_shape(lambda x: x, leaf)
-        weak = isinstance(leaf, (bool, int, float, complex)) and not isinstance(
-            leaf, (bool, np.generic)
-        )
+        weak = type(leaf) in numbers[1:]
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak)
     raise ShardingError(
-        f"{what} leaf '{path_name(path)}' is a {type(leaf).__name__}, not an array.\n"
-        f"  the step was called at {call_site()}\n"
+        f"{what} leaf '{path_name(path)}' is {_kind(leaf)}.\n"
+        f"{called()}"
         "Pass arrays, numbers or ShapeDtypeStructs; keep functions and other static "
         "parts outside, for example with functools.partial or eqx.partition."
     )
+
+
+def _is_numeric(leaf: Any) -> bool:
+    return np.asarray(leaf).dtype.kind in "biufcV"  # V: bfloat16 and its like
+
+
+def _kind(leaf: Any) -> str:
+    if isinstance(leaf, np.ndarray):
+        return f"an array of dtype {leaf.dtype}, which JAX does not have"
+    name = type(leaf).__name__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}, not an array"
 
 
 def batch_shardings(
@@ -91,10 +101,7 @@ def batch_shardings(
       PRNG keys replicated.
     """
     specs: list[PartitionSpec | None] = []
-    whole = (
-        batch[0] if len(batch) == 1 and not isinstance(spec, tuple) else tuple(batch)
-    )
-    _match(spec, whole, specs)
+    _match(spec, batch[0] if len(batch) == 1 else tuple(batch), specs)
     return tuple(
         _batch_leaf(leaf, one, axes, is_local)
         for leaf, one in zip(leaves, specs, strict=True)
@@ -106,27 +113,35 @@ def _match(spec: Any, tree: Any, out: list[PartitionSpec | None]) -> None:
     if spec is None or isinstance(spec, PartitionSpec):
         out.extend([spec] * len(jax.tree.leaves(tree)))
         return
-    children = tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)[0]
-    named = {path[0]: child for path, child in children}
-    wanted = tree_flatten_with_path(spec, is_leaf=lambda x: x is not spec or x is None)[
-        0
-    ]
-    specs = {path[0]: child for path, child in wanted}
+    named, specs = _children(tree), _children(spec)
+    if specs is None or named is None:
+        raise ShardingError(
+            f"batch_spec has {spec!r} where a PartitionSpec, None or a container of "
+            f"them belongs.\n{called()}"
+            "Give a prefix of the batch, such as batch_spec={'tokens': P('data')}."
+        )
     unknown = [path_name([key]) for key in specs if key not in named]
     if unknown:
         raise ShardingError(
             f"batch_spec names {unknown}, but the batch has "
-            f"{[path_name([key]) for key in named]}.\n"
-            f"  the step was called at {call_site()}"
+            f"{[path_name([key]) for key in named]}.\n{called()}"
+            "Name leaves of the batch; those left out are split on dimension 0."
         )
     for key, child in named.items():
         _match(specs.get(key), child, out)
+
+
+def _children(tree: Any) -> dict[Any, Any] | None:
+    """The children of the root of a pytree by key; None for a leaf."""
+    flat, _ = tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
+    return {path[0]: x for path, x in flat} if all(path for path, _ in flat) else None
 
 
 def _batch_leaf(
     leaf: Leaf, spec: PartitionSpec | None, axes: Axes, is_local: bool
 ) -> Sharding:
     shape = leaf.aval.shape
+    _check_names(leaf, spec, axes)
     if spec is None:
         dims = {} if _is_whole(leaf.aval) else dict.fromkeys(axes.names, 0)
     else:
@@ -155,16 +170,30 @@ def _is_whole(aval: jax.ShapeDtypeStruct) -> bool:
     return not aval.shape or is_key or is_raw_key
 
 
+def _check_names(leaf: Leaf, spec: PartitionSpec | None, axes: Axes) -> None:
+    entries = [e if isinstance(e, tuple) else (e,) for e in spec or ()]
+    for name in (n for entry in entries for n in entry if n is not None):
+        if name not in axes.names:
+            raise ShardingError(
+                f"batch_spec of leaf '{leaf.name}' is PartitionSpec"
+                f"{tuple(spec or ())}, but the mesh has no axis '{name}' "
+                f"that the batch is split over.\n{called()}"
+                f"Use the axes that fully_shard was given: {axes.names}."
+            )
+
+
 def _refuse(leaf: Leaf, dim: int, count: int, names: Sequence[str]) -> None:
     rows = leaf.aval.shape[dim] if dim < len(leaf.aval.shape) else 0
     unit = "rows" if dim == 0 else f"elements in dimension {dim}"
     axis = " x ".join(f"'{n}'" for n in names)
-    key = leaf.path[-1] if leaf.path else None
-    name = getattr(key, "key", None) or leaf.name
+    key = getattr(leaf.path[0], "key", None) if len(leaf.path) == 1 else None
+    spec = "PartitionSpec() in batch_spec"
+    if key is not None:
+        spec = f"batch_spec={{{key!r}: P()}}"
     raise ShardingError(
         f"batch leaf '{leaf.name}' has {rows} {unit}, which {count} devices on mesh "
-        f"axis {axis} cannot split evenly.\n"
-        f"  the step was called at {call_site()}\n"
+        f"{'axis' if len(names) == 1 else 'axes'} {axis} cannot split evenly.\n"
+        f"{called()}"
         f"Pad the batch to {-(-max(rows, 1) // count) * count} {unit} and mask the "
-        f"loss, or pass batch_spec={{{str(name)!r}: P()}} to replicate it."
+        f"loss, or pass {spec} to replicate it."
     )

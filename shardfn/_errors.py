@@ -1,14 +1,19 @@
 """Error and warning types, and where in the user's code something happened."""
 
 import contextlib
+import contextvars
 import functools
 import os
 import sys
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import jax
 from jax.extend.core import JaxprEqn
 
 from shardfn import _compat
+
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 _LIBRARIES = (
     *(os.path.dirname(f) + os.sep for f in (__file__, jax.__file__)),
@@ -38,6 +43,42 @@ def where(eqn: JaxprEqn) -> str:
     line, _, tail = rest.partition(":")
     function = tail.partition(" ")[2] or rest.partition(" ")[2]
     return f"{file}:{line.split(' ')[0]} {function}".strip()
+
+
+_step: contextvars.ContextVar[str] = contextvars.ContextVar("step", default="the step")
+
+
+@contextlib.contextmanager
+def calling(step: object) -> Iterator[None]:
+    """While it is entered, messages call the user's step by its name."""
+    while isinstance(step, functools.partial):
+        step = step.func
+    token = _step.set(getattr(step, "__name__", type(step).__name__))
+    try:
+        yield
+    finally:
+        _step.reset(token)
+
+
+def names_step(method: Method) -> Method:
+    """Makes a method of a transformed step name the plain one in messages."""
+
+    @functools.wraps(method)
+    def named(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with calling(self.plain.step):
+            return method(self, *args, **kwargs)
+
+    return named  # pyright: ignore[reportReturnType]
+
+
+def step_name() -> str:
+    """The name of the step that is being called."""
+    return _step.get()
+
+
+def called() -> str:
+    """The line of a message that says where the user called the step."""
+    return f"  {step_name()} was called at {call_site()}\n"
 
 
 def call_site() -> str:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from shardfn._arguments import Leaf, leaves_of
 from shardfn._collectives import run_move, varying
-from shardfn._errors import ShardingError, call_site
+from shardfn._errors import ShardingError, called, names_step
 from shardfn._partition import partition
 from shardfn._plain_step import PlainStep, Side
 from shardfn._planner import plan_init
@@ -47,6 +47,7 @@ class LocalStep:
     names: tuple[str, ...]
     _shapes: dict[tuple[Any, Shapes], Shapes] = field(default_factory=dict, repr=False)
 
+    @names_step
     def __call__(self, *args: Any) -> Any:
         """Runs the step on local shards.
 
@@ -78,6 +79,7 @@ class LocalStep:
         ]
         return jax.tree.unflatten(planned.traced.out_tree, planned.run(*typed))
 
+    @names_step
     def init(self, init_fn: Callable[..., Any], *args: Any) -> Any:
         """This device's shards of the state that `init_fn(*args)` makes.
 
@@ -93,6 +95,7 @@ class LocalStep:
         planned = plan_init(init_fn, args, self._partition(leaves, axes), axes)
         return jax.tree.unflatten(treedef, planned(*jax.tree.leaves(args)))[0]
 
+    @names_step
     def shard(self, state: Any) -> Any:
         """This device's shards of a whole state.
 
@@ -106,6 +109,7 @@ class LocalStep:
         leaves, treedef = self._remember((state,), axes)
         return self._moved(state, leaves, treedef, axes, to_whole=False)
 
+    @names_step
     def unshard(self, state: Any) -> Any:
         """The whole state, on every device.
 
@@ -118,6 +122,7 @@ class LocalStep:
         leaves, treedef = self._logical((state,))
         return self._moved(state, leaves, treedef, self._axes(), to_whole=True)
 
+    @names_step
     def specs(self, state: Any, mesh: Mesh) -> Any:
         """The PartitionSpecs of a state, for the caller's `shard_map`.
 
@@ -141,7 +146,7 @@ class LocalStep:
         except NameError as error:
             raise ShardingError(
                 f"no mesh axis {self.names} is bound here.\n"
-                f"  the step was called at {call_site()}\n"
+                f"{called()}"
                 "Call it inside jax.shard_map or jax.pmap over this axis, or give "
                 "fully_shard a mesh: fully_shard(train_step, mesh)."
             ) from error
@@ -171,7 +176,7 @@ class LocalStep:
             raise ShardingError(
                 "the state is not one that this step has sharded, so the global shapes "
                 "of its leaves are not known.\n"
-                f"  the step was called at {call_site()}\n"
+                f"{called()}"
                 "Make it with step.init(...) or step.shard(whole_state) inside the "
                 "shard_map or pmap, or call step.specs(whole_state, mesh) before."
             )

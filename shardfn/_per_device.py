@@ -14,7 +14,7 @@ import jax
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from shardfn import _compat
-from shardfn._errors import ShardingError, call_site
+from shardfn._errors import ShardingError, called, step_name
 from shardfn._sharding import Axes, Sharding, Split, axes_of
 
 GlobalStep = Callable[[tuple[Any, ...], tuple[Any, ...]], Any]
@@ -155,9 +155,9 @@ def _check_states(mapped: Any, states: int) -> None:
         if any(levels):
             name = keystr(path, simple=True, separator="/")
             raise ShardingError(
-                f"state leaf '{name}' would differ between devices: the step computes "
-                "it from its own part of the batch and never averages it.\n"
-                f"  the step was called at {call_site()}\n"
+                f"state leaf '{name}' would differ between devices: {step_name()} "
+                "computes it from its own part of the batch and never averages it.\n"
+                f"{called()}"
                 "Average the gradients over the mesh axis first: "
                 "grads = jax.lax.pmean(grads, axis)."
             )

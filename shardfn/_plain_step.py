@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from shardfn._arguments import Leaf, batch_shardings
-from shardfn._errors import ShardingError, call_site
+from shardfn._errors import ShardingError, called, step_name
 from shardfn._planner import Planned, check_fallbacks, plan_traced
 from shardfn._sharding import Axes, Sharding
 from shardfn._trace import trace
@@ -61,10 +61,13 @@ class PlainStep:
     def divide(self, args: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
         """The state arguments, a tuple unless there is only one, and the others."""
         if len(args) <= max(self.state_argnums):
+            last, count = max(self.state_argnums), len(args)
+            given = ", ".join(map(str, self.state_argnums))
             raise ShardingError(
-                f"the step was called with {len(args)} arguments, but its state is "
-                f"argument {max(self.state_argnums)} (state_argnums).\n"
-                f"  the step was called at {call_site()}"
+                f"{step_name()} was called with {count} "
+                f"argument{'s' * (count != 1)}, but its state is argument {last} "
+                f"(state_argnums={given}).\n{called()}"
+                "Pass the state there, or give fully_shard its position."
             )
         states = tuple(args[i] for i in self.state_argnums)
         rest = (a for i, a in enumerate(args) if i not in self.state_argnums)

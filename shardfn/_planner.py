@@ -45,6 +45,14 @@ class Planned:
     stored: tuple[Sharding, ...]
     axes: Axes
 
+    @property
+    def input_avals(self) -> list[Any]:
+        return [self.program.avals[v] for v in self.program.inputs]
+
+    @property
+    def output_avals(self) -> list[Any]:
+        return [aval_of(self.program, atom) for atom in self.program.outputs]
+
     def run(self, *args: jax.Array) -> list[jax.Array]:
         """Runs the step on local blocks, inside `shard_map`."""
         out = emit(self.program, self.body, args, self.axes)

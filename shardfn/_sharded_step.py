@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from shardfn import _compat
 from shardfn._arguments import Leaf, leaves_of
+from shardfn._errors import names_step
 from shardfn._padding import remember, to_stored
 from shardfn._plain_step import PlainStep, Side
 from shardfn._plan import Plan
@@ -20,6 +21,7 @@ from shardfn._planner import Planned, describe
 from shardfn._ready import Ready
 from shardfn._sharding import partition_spec
 from shardfn._storage import Storage
+from shardfn._trace import leaked_tracer
 
 
 @dataclass(eq=False)
@@ -46,6 +48,7 @@ class ShardedStep:
 
     # Running
 
+    @names_step
     def __call__(self, *args: Any) -> Any:
         """Runs the step: state and batch in, the new state, stored, and the rest out.
 
@@ -68,7 +71,10 @@ class ShardedStep:
         if placed is None:
             ready, stored, placed = self._prepare(states, batch)
         assert ready is not None
-        out = ready.run(stored, jax.tree.unflatten(batch_tree, placed))
+        try:
+            out = ready.run(stored, jax.tree.unflatten(batch_tree, placed))
+        except jax.errors.UnexpectedTracerError as error:
+            raise leaked_tracer() from error
         flat, tree = jax.tree.flatten(out)
         new, rest = flat[: len(stored)], flat[len(stored) :]
         for i, shape in ready.padded:
@@ -76,6 +82,7 @@ class ShardedStep:
                 remember(new[i], shape)
         return jax.tree.unflatten(tree, [*new, *self.storage.hand_back(rest)])
 
+    @names_step
     def lower(self, *args: Any) -> jax.stages.Lowered:
         """Lowers the step; the mesh may be of devices that are not there.
 
@@ -98,6 +105,7 @@ class ShardedStep:
             stored, jax.tree.unflatten(batch_tree, placed)
         )
 
+    @names_step
     def plan(self, *args: Any) -> Plan:
         """What the step moves: every collective with bytes, dtype, phase and parameter.
 
@@ -113,6 +121,7 @@ class ShardedStep:
 
     # State
 
+    @names_step
     def init(self, init_fn: Callable[..., Any], *args: Any) -> Any:
         """Makes the state, sharded from birth, with the values of `init_fn(*args)`.
 
@@ -135,9 +144,10 @@ class ShardedStep:
 
         named = [self.storage.named(s) for _, s in each]
         out = jax.jit(stored, out_shardings=named)(*args)
-        self.storage.remember(out, leaves)
+        self.storage.remember(out, leaves, treedef)
         return jax.tree.unflatten(treedef, out)[0]
 
+    @names_step
     def shard(self, state: Any) -> Any:
         """Splits a whole state, which stays usable.
 
@@ -151,6 +161,7 @@ class ShardedStep:
         stored, _, treedef = self.storage.place((state,))
         return jax.tree.unflatten(treedef, stored)[0]
 
+    @names_step
     def unshard(self, state: Any) -> Any:
         """Puts a stored state together on the first device of the mesh.
 
@@ -162,6 +173,7 @@ class ShardedStep:
         """
         return self.storage.whole((state,))[0]
 
+    @names_step
     def shardings(self, state: Any) -> Any:
         """The `NamedSharding` of every leaf, as stored.
 
@@ -190,13 +202,12 @@ class ShardedStep:
         split = self.plain.split(batch, batch_leaves, storage.axes)
         stored, leaves, treedef = storage.place(states)
         placed = storage.place_batch(batch, batch_leaves, split)
-        logical = [leaf.aval.shape for leaf in leaves]
         shapes = tuple(jax.numpy.shape(x) for x in stored)
         ready = Ready(
             run=self._jit(leaves, treedef),
             shapes=shapes,
             shardings=tuple(storage.named(s) for s in storage.partition(leaves)),
-            padded=tuple((i, s) for i, s in enumerate(logical) if s != shapes[i]),
+            padded=storage.to_remember(shapes, leaves, treedef),
             batch_types=tuple((x.aval.shape, x.aval.dtype) for x in batch_leaves),
             batch_shardings=tuple(
                 storage.named(s) if leaf.aval.shape else None
@@ -240,14 +251,43 @@ class ShardedStep:
         return self._jitted[key]
 
     def _shard_map(self, planned: Planned) -> Callable[..., list[jax.Array]]:
+        """The planned step on global arrays. Empty ones stay outside: jax 0.11 crashes
+        on an empty array that goes through `shard_map`."""
         axes, body = self.storage.axes, planned.body
-        return jax.shard_map(
-            planned.run,
+        ins = [v.shape for v in planned.input_avals]
+        outs = [(v.shape, v.dtype) for v in planned.output_avals]
+        full_ins = [i for i, shape in enumerate(ins) if 0 not in shape]
+        full_outs = [j for j, (shape, _) in enumerate(outs) if 0 not in shape]
+        avals = planned.input_avals
+
+        def local(*args: jax.Array) -> list[jax.Array]:
+            given = dict(zip(full_ins, args, strict=True))
+            out = planned.run(
+                *(
+                    given[i] if i in given else jax.numpy.zeros(v.shape, v.dtype)
+                    for i, v in enumerate(avals)
+                )
+            )
+            return [out[j] for j in full_outs]
+
+        over = jax.shard_map(
+            local,
             mesh=self.storage.mesh,
-            in_specs=tuple(partition_spec(s, axes) for s in body.inputs),
-            out_specs=[partition_spec(s, axes) for s in body.output_shardings],
+            in_specs=tuple(partition_spec(body.inputs[i], axes) for i in full_ins),
+            out_specs=[
+                partition_spec(body.output_shardings[j], axes) for j in full_outs
+            ],
             axis_names=set(axes.names),
         )
+
+        def run(*args: jax.Array) -> list[jax.Array]:
+            made = dict(zip(full_outs, over(*(args[i] for i in full_ins)), strict=True))
+            return [
+                made[j] if j in made else jax.numpy.zeros(shape, dtype)
+                for j, (shape, dtype) in enumerate(outs)
+            ]
+
+        return run
 
 
 def _like(x: jax.Array, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:

@@ -13,8 +13,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 
 from shardfn import _compat
 from shardfn._arguments import Leaf, leaves_of
-from shardfn._errors import ShardingError, call_site
-from shardfn._padding import remember, to_stored, to_whole
+from shardfn._errors import ShardingError, called, step_name
+from shardfn._padding import logical_shape, remember, to_stored, to_whole
 from shardfn._partition import partition
 from shardfn._sharding import Axes, Sharding, partition_spec, stored_shape
 
@@ -37,7 +37,7 @@ class Storage:
     given: Mesh
     axes: Axes
     min_size: int
-    shapes: dict[tuple[Any, Shapes], Shapes] = field(default_factory=dict)
+    shapes: dict[tuple[Any, Shapes], list[Shapes]] = field(default_factory=dict)
 
     def named(self, sharding: Sharding) -> NamedSharding:
         return NamedSharding(self.mesh, partition_spec(sharding, self.axes))
@@ -56,17 +56,29 @@ class Storage:
         structure."""
         leaves, treedef = leaves_of(states, "state")
         shapes = tuple(leaf.aval.shape for leaf in leaves)
-        known = self.shapes.get((treedef, shapes))
-        if known is not None:
-            leaves = [
-                Leaf(leaf.path, _reshaped(leaf.aval, shape))
-                for leaf, shape in zip(leaves, known, strict=True)
-            ]
-            return tuple(leaves), treedef
         stored = tuple(self.stored_aval(leaf, s).shape for leaf, s in self.each(leaves))
-        if stored != shapes:
-            self.shapes[treedef, stored] = shapes
+        known = self.shapes.get((treedef, shapes), ())
+        if known and not self.is_told(jax.tree.leaves(states), shapes):
+            if len(known) > 1:
+                raise ShardingError(
+                    f"the state could be one with leaves of shapes {list(known[0])} or "
+                    f"{list(known[1])}: both are stored in these arrays.\n{called()}"
+                    "Make another ShardedStep with fully_shard for the other state."
+                )
+            return tuple(
+                Leaf(leaf.path, _reshaped(leaf.aval, shape))
+                for leaf, shape in zip(leaves, known[0], strict=True)
+            ), treedef
+        entry = self.shapes.setdefault((treedef, stored), [])
+        if shapes not in entry:
+            entry.append(shapes)
         return tuple(leaves), treedef
+
+    def is_told(self, arrays: Sequence[Any], shapes: Shapes) -> bool:
+        """Whether the arrays themselves say that `shapes` are their leaves' shapes."""
+        return not all(_is_on(self.mesh, x) for x in arrays if jnp.ndim(x)) or any(
+            logical_shape(x) is not None for x in arrays
+        )
 
     def each(self, leaves: Sequence[Leaf]) -> list[tuple[Leaf, Sharding]]:
         return list(zip(leaves, self.partition(leaves), strict=True))
@@ -102,6 +114,7 @@ class Storage:
             self.place_leaf(x, leaf, sharding)
             for x, (leaf, sharding) in zip(arrays, self.each(leaves), strict=True)
         ]
+        self.remember(placed, leaves, treedef)
         return placed, leaves, treedef
 
     def place_leaf(self, x: Any, leaf: Leaf, sharding: Sharding) -> jax.Array:
@@ -118,15 +131,28 @@ class Storage:
             x = jnp.copy(
                 x
             )  # donating the placed leaf must not take the caller's buffer
-        x = jax.device_put(x, named)
-        self.remember([x], [leaf])
-        return x
+        return jax.device_put(x, named)
 
-    def remember(self, arrays: Sequence[jax.Array], leaves: Sequence[Leaf]) -> None:
-        """Notes the logical shapes of padded arrays."""
-        for x, leaf in zip(arrays, leaves, strict=True):
-            if x.shape != leaf.aval.shape and not _compat.is_traced(x):
-                remember(x, leaf.aval.shape)
+    def to_remember(
+        self, shapes: Shapes, leaves: Sequence[Leaf], treedef: Any
+    ) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """Positions and logical shapes of the stored arrays that have to carry them:
+        the padded ones, and all if another known state is stored in the same shapes."""
+        shared = len(self.shapes.get((treedef, shapes), ())) > 1
+        return tuple(
+            (i, leaf.aval.shape)
+            for i, (shape, leaf) in enumerate(zip(shapes, leaves, strict=True))
+            if shared or shape != leaf.aval.shape
+        )
+
+    def remember(
+        self, arrays: Sequence[jax.Array], leaves: Sequence[Leaf], treedef: Any
+    ) -> None:
+        """Notes the logical shapes of stored arrays."""
+        shapes = tuple(x.shape for x in arrays)
+        for i, shape in self.to_remember(shapes, leaves, treedef):
+            if not _compat.is_traced(arrays[i]):
+                remember(arrays[i], shape)
 
     def hand_back(self, out: Sequence[Any]) -> list[Any]:
         """Results on the caller's mesh, so that they mix with its own arrays."""
@@ -176,6 +202,13 @@ def automatic(mesh: Mesh) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
 
 
+def _is_on(mesh: Mesh, x: Any) -> bool:
+    """Whether `x` is a tracer or an array that is placed on the mesh."""
+    if isinstance(x, jax.Array) and not _compat.is_traced(x):
+        return getattr(x.sharding, "mesh", None) == mesh
+    return _compat.is_traced(x)
+
+
 def _reshaped(
     aval: jax.ShapeDtypeStruct, shape: tuple[int, ...]
 ) -> jax.ShapeDtypeStruct:
@@ -191,14 +224,14 @@ def _check_values(x: Any, leaf: Leaf, what: str = "state") -> None:
         )
         raise ShardingError(
             f"{what} leaf '{leaf.name}' is a ShapeDtypeStruct, which has no values.\n"
-            f"  the step was called at {call_site()}\n"
+            f"{called()}"
             f"{hint}; only plan, lower and shardings take abstract values."
         )
     is_array = isinstance(x, jax.Array) and not _compat.is_traced(x)
     if is_array and x.is_deleted():
         raise ShardingError(
             f"{what} leaf '{leaf.name}' was donated to an earlier call and is gone.\n"
-            f"  the step was called at {call_site()}\n"
-            "Use the state that the step returned, or pass donate=False to fully_shard "
-            "to keep old states."
+            f"{called()}"
+            f"Use the state that {step_name()} returned, or pass donate=False to "
+            "fully_shard to keep old states."
         )

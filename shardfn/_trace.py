@@ -6,14 +6,15 @@ returns; or an error that says what the step does that cannot be sharded.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
+from jax.extend.core import jaxprs_in_params
 from jax.tree_util import tree_flatten_with_path
 
 from shardfn import _compat
 from shardfn._arguments import Leaf, path_name
-from shardfn._errors import ShardingError, call_site, where
+from shardfn._errors import ShardingError, called, step_name, where
 from shardfn._per_device import GlobalStep, as_global, unbound_axis
 from shardfn._sharding import Axes, Sharding
 
@@ -64,7 +65,7 @@ def trace(
         raise ShardingError(
             f"the JAX flag {flags[0]} is on: it hides the bodies of control flow from "
             "fully_shard, which has to see every operation.\n"
-            f"  the step was called at {call_site()}\n"
+            f"{called()}"
             f'Turn it off: jax.config.update("{flags[0]}", False).'
         )
     try:
@@ -75,17 +76,22 @@ def trace(
             step = as_global(step, axes, split, len(states))
             jaxpr, out = jax.make_jaxpr(step, return_shape=True)(states, batch)
     except jax.errors.UnexpectedTracerError as error:
-        raise ShardingError(
-            "the step is not pure: it uses a tracer that an earlier trace left behind, "
-            "for example in a global, a list or an object.\n"
-            f"  the step was called at {call_site()}\n"
-            "Return the value from the step, or pass it in as an argument."
-        ) from error
+        raise leaked_tracer() from error
     _check_effects(jaxpr)
     count = _check_state(out, states, leaves)
     flat, out_tree = tree_flatten_with_path(out)
     paths = tuple(path_name(path) for path, _ in flat[count:])
     return Traced(jaxpr, out_tree, paths, count)
+
+
+def leaked_tracer() -> ShardingError:
+    """The error for a step that uses a tracer of an earlier trace."""
+    return ShardingError(
+        f"{step_name()} is not pure: it uses a tracer that an earlier trace left "
+        "behind, for example in a global, a list or an object.\n"
+        f"{called()}"
+        "Return the value from the step, or pass it in as an argument."
+    )
 
 
 def _check_axis(error: NameError, axes: Axes) -> None:
@@ -95,9 +101,9 @@ def _check_axis(error: NameError, axes: Axes) -> None:
         raise error
     if name not in axes.names:
         raise ShardingError(
-            f"the step uses mesh axis '{name}', but fully_shard shards over "
+            f"{step_name()} uses mesh axis '{name}', but fully_shard shards over "
             f"{axes.names}.\n"
-            f"  the step was called at {call_site()}\n"
+            f"{called()}"
             f"Pass axis='{name}' to fully_shard, with a mesh that has this axis."
         ) from error
 
@@ -108,28 +114,30 @@ def _check_effects(jaxpr: Any) -> None:
     )
     if not effects:
         return
-    place = next(
-        (
-            where(eqn)
-            for eqn in _compat.open_jaxpr(jaxpr)[0].eqns
-            if any(not _compat.is_debug_effect(e) for e in eqn.effects)
-        ),
-        "an unknown place",
-    )
+    place = _place_of_effect(jaxpr)
     raise ShardingError(
-        f"the step is not pure: it has a side effect ({', '.join(effects)}), which "
-        "every device would repeat.\n"
+        f"{step_name()} is not pure: it has a side effect ({', '.join(effects)}), "
+        "which every device would repeat.\n"
         f"  at {place}\n"
-        f"  the step was called at {call_site()}\n"
+        f"{called()}"
         "Return the value as a metric instead, and print or store it outside the step."
     )
+
+
+def _place_of_effect(jaxpr: Any) -> str:
+    """The user's line of the innermost equation with a side effect."""
+    for eqn in _compat.open_jaxpr(_compat.close_jaxpr(jaxpr))[0].eqns:
+        if any(not _compat.is_debug_effect(e) for e in eqn.effects):
+            bodies = list(jaxprs_in_params(eqn.params))
+            return _place_of_effect(bodies[0]) if bodies else where(eqn)
+    return "an unknown line"
 
 
 def _check_state(out: Any, states: Sequence[Any], leaves: Sequence[Leaf]) -> int:
     """The number of leaves of the new state; raises if it is not like the old one."""
     number = len(states)
-    if not isinstance(out, (tuple, list)) or len(out) < number + (number == 0):
-        _no_state(out, number)
+    if not isinstance(out, (tuple, list)) or len(out) < number:
+        _no_state(out, leaves, number)
     new = out[0] if number == 1 else tuple(out[:number])
     old = states[0] if number == 1 else tuple(states)
     new_flat, new_tree = tree_flatten_with_path(new)
@@ -139,12 +147,12 @@ def _check_state(out: Any, states: Sequence[Any], leaves: Sequence[Leaf]) -> int
         new_names = {path_name(path) for path, _ in new_flat}
         missing, extra = sorted(old_names - new_names), sorted(new_names - old_names)
         if len(leaves) and not old_names & new_names:
-            _no_state(out, number)
+            _no_state(out, leaves, number)
         raise ShardingError(
-            "the step changes the structure of its state: "
+            f"{step_name()} changes the structure of its state: "
             f"missing leaves {missing or 'none'}, new leaves {extra or 'none'}"
-            + ("" if missing or extra else f"; it was {old_tree}, it is {new_tree}")
-            + f".\n  the step was called at {call_site()}\n"
+            + ("" if missing or extra else ", the same leaves in other containers")
+            + f".\n{called()}"
             "Return the new state with the structure of the old one; put other values "
             "in the metrics."
         )
@@ -153,25 +161,35 @@ def _check_state(out: Any, states: Sequence[Any], leaves: Sequence[Leaf]) -> int
         new_type = f"{new_leaf.dtype}{list(new_leaf.shape)}"
         if old_type != new_type:
             raise ShardingError(
-                f"the step changes state leaf '{path_name(path)}' from {old_type} to "
-                f"{new_type}.\n"
-                f"  the step was called at {call_site()}\n"
+                f"{step_name()} changes state leaf '{path_name(path)}' from {old_type} "
+                f"to {new_type}.\n"
+                f"{called()}"
                 "A sharded state keeps its shapes and dtypes: cast or reshape the new "
                 "value back, or start with the type that the step returns."
             )
     return len(new_flat)
 
 
-def _no_state(out: Any, number: int) -> None:
-    what = (
-        f"a {type(out).__name__} of {len(out)}"
-        if isinstance(out, (tuple, list))
-        else f"a {type(out).__name__}"
-    )
-    first = "the new state" if number == 1 else f"the {number} new states"
+def _no_state(out: Any, leaves: Sequence[Leaf], number: int) -> NoReturn:
+    what = "a new state" if number == 1 else f"{number} new states"
     raise ShardingError(
-        f"the step returns no state: it returned {what}, and {first} must come first.\n"
-        f"  the step was called at {call_site()}\n"
+        f"{step_name()} returns no state: it returned {_described(out, leaves)}, where "
+        f"{what} with the leaves {[leaf.name for leaf in leaves]} must come first.\n"
+        f"{called()}"
         "Return (new_state, metrics), the new state like the old one; a step that only "
         "evaluates returns the state unchanged."
     )
+
+
+def _described(out: Any, leaves: Sequence[Leaf]) -> str:
+    """What a step returned, in a few words."""
+    flat, _ = tree_flatten_with_path(out)
+    if out is None:
+        return "None"
+    if isinstance(out, jax.ShapeDtypeStruct):
+        return f"{out.dtype}{list(out.shape)}"
+    if leaves and {path_name(p) for p, _ in flat} == {leaf.name for leaf in leaves}:
+        return "the new state alone"
+    name = type(out).__name__
+    of = f" of {len(out)}" if isinstance(out, (tuple, list)) else ""
+    return f"a {name}{of}"

@@ -12,9 +12,9 @@ import jax
 
 Tree = Any
 FLOAT32_TOL = 1e-5
-# One rounding of a bfloat16 value is 2**-9; a sum in another order moves it by one
-# or two of those, and five Adam steps on such gradients add a few more.
-BFLOAT16_TOL = 3e-2
+# A bfloat16 sum in another order moves a gradient by 1 to 2% here, and both are 1 to
+# 3% from the gradient in float32; Adam's second moment squares that.
+BFLOAT16_TOL = 6e-2
 
 
 @dataclass(frozen=True, slots=True)

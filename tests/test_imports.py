@@ -1,0 +1,173 @@
+"""In: the text of the package. Out: imports go one way, and JAX's versions and private
+modules are known in one place.
+"""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import shardfn
+
+ROOT = Path(shardfn.__file__).parent
+
+# Each module imports only from those above it.
+ORDER = """
+    _compat
+    _errors
+    _sharding
+    _rule
+    _rules._names _rules.elementwise _rules.shape
+    _rules.cast _rules.contraction _rules.indexing _rules.linalg _rules.random
+    _rules.reduction _rules.reshape _rules.sorting
+    _rules
+    _padding
+    _partition
+    _arguments
+    _storage
+    _per_device
+    _trace
+    _program
+    _phase
+    _reshard
+    _plan
+    _plan_table
+    _want
+    _decide
+    _carry
+    _control_flow
+    _review
+    _split_again
+    _steps
+    _propagate
+    _schedule._hoist _schedule._share
+    _schedule
+    _describe
+    _collectives
+    _emit
+    _planner
+    _plain_step
+    _sharded_step
+    _local_step
+    _fully_shard
+    __init__
+""".split()
+
+# They read compiled programs and describe machines; the transform needs none of them.
+BESIDE = """
+    _hlo_parse _hlo_groups _hlo_collective _hlo_loops _hlo
+    _gpus targets
+""".split()
+
+# A plan prints itself, with a table that reads plans: imported when it is printed.
+LATE = {("_plan", "_plan_table")}
+
+FILES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts): path
+    for path in sorted(ROOT.rglob("*.py"))
+}
+MODULES = {
+    name.removesuffix(".__init__"): ast.parse(path.read_text(), str(path))
+    for name, path in FILES.items()
+}
+
+
+def imported(name: str) -> Iterator[str]:
+    """Modules of the package that module `name` imports, inside functions too."""
+    package = name if FILES.get(f"{name}.__init__") else name.rpartition(".")[0]
+    for node in ast.walk(MODULES[name]):
+        if isinstance(node, ast.Import):
+            found = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = ["shardfn", *package.split(".")] if package else ["shardfn"]
+                parents = parents[: len(parents) - node.level + 1]
+                base = ".".join([*parents, *filter(None, [base])])
+            # `from shardfn import _compat` imports a module, `... import Axes` a name.
+            found = [f"{base}.{alias.name}" for alias in node.names]
+            found = [f if module_of(f) in MODULES else base for f in found]
+        else:
+            continue
+        for module in found:
+            if module.split(".")[0] == "shardfn":
+                yield module_of(module)
+
+
+def module_of(dotted: str) -> str:
+    return dotted.removeprefix("shardfn").removeprefix(".") or "__init__"
+
+
+def test_every_module_has_its_place() -> None:
+    listed = [*ORDER, *BESIDE]
+    assert len(listed) == len(set(listed))
+    assert set(listed) - set(MODULES) == set(), "listed, but not there"
+    assert set(MODULES) - set(listed) == set(), "give new modules a place in ORDER"
+
+
+@pytest.mark.parametrize("order", [ORDER, BESIDE], ids=["ORDER", "BESIDE"])
+def test_imports_go_one_way(order: list[str]) -> None:
+    wrong = [
+        f"{name} imports {other}"
+        for i, name in enumerate(order)
+        for other in imported(name)
+        if other not in order[:i] and (name, other) not in LATE
+    ]
+    assert wrong == []
+
+
+def test_imports_are_found() -> None:
+    """Guards the two tests above: all three ways to write an import are read."""
+    assert "_compat" in imported("_partition"), "from shardfn import _compat"
+    assert "_sharding" in imported("_partition"), "from shardfn._sharding import ..."
+    assert "_hlo_parse" in imported("_hlo"), "from ._hlo_parse import ..."
+    assert "_schedule._share" in imported("_schedule")
+    assert "_plan_table" in imported("_plan"), "inside a function"
+
+
+def private_jax(tree: ast.Module) -> Iterator[int]:
+    """Lines that name a private module of JAX."""
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            names = [f"{node.value.id}.{node.attr}"]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names = [node.value] if " " not in node.value else []
+        if any(f"{n}.".startswith(("jax._src.", "jaxlib._")) for n in names):
+            yield node.lineno
+
+
+def version_branches(tree: ast.Module) -> Iterator[int]:
+    """Lines that compare JAX's version, or ask whether JAX has something."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr == "__version_info__":
+            yield node.lineno
+        asks = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        if asks and node.func.id == "hasattr":  # pyright: ignore
+            root = ast.unparse(node.args[0]).split(".")[0]  # pyright: ignore
+            if root in ("jax", "lax", "jnp"):
+                yield node.lineno
+
+
+@pytest.mark.parametrize("find", [private_jax, version_branches])
+def test_only_compat_knows_jax_versions_and_private_modules(find) -> None:
+    found = {name: list(find(tree)) for name, tree in MODULES.items()}
+    assert found.pop("_compat"), f"{find.__name__} finds what is there"
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+def test_importing_the_package_makes_no_device() -> None:
+    """`jax.config.update("jax_num_cpu_devices", 8)` still works after the import."""
+    import subprocess
+
+    code = (
+        "import shardfn, jax; jax.config.update('jax_num_cpu_devices', 3);"
+        "assert jax.device_count() == 3"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT.parent)
