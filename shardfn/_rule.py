@@ -47,9 +47,11 @@ class OpShardingRule:
     flat: bool = False
 
     def size(self, factor: str) -> int:
+        """Elements of `factor`."""
         return dict(self.sizes)[factor]
 
     def reducer(self, factor: str) -> str | None:
+        """How `factor` is reduced, or None if it is not."""
         return dict(self.reduce).get(factor)
 
     def major(
@@ -110,7 +112,15 @@ class OpShardingRule:
 
 
 def factor_names(count: int, start: int = 0) -> tuple[str, ...]:
-    """`count` different factor names: a, b, ..., z, a1, b1, ..."""
+    """Makes different factor names: a, b, ..., z, a1, b1, ...
+
+    Args:
+      count: how many.
+      start: how many names at the beginning to leave out.
+
+    Returns:
+      The names.
+    """
     return tuple(
         chr(ord("a") + i % 26) + (str(i // 26) if i >= 26 else "")
         for i in range(start, start + count)
@@ -254,6 +264,7 @@ class LocalOp:
 
     @property
     def is_flat(self) -> bool:
+        """Whether the operands are blocks of flattened arrays."""
         return any(is_flat_factor(name) for name, _, _ in self.parts)
 
     @property

@@ -23,7 +23,7 @@ from shardfn._hlo import read_collectives, wire_bytes
 pytestmark = [pytest.mark.aot, pytest.mark.standard_promotion]
 
 H100, V5E = "h100:8", "tpu:v5e:2x4"
-ROWS, LENGTH, WIDTH, HIDDEN, VOCAB = 88, 128, 256, 1024, 1024
+ROWS, LENGTH, WIDTH, HIDDEN, VOCAB = 24, 128, 256, 1024, 1024
 # Every matrix has more elements, and every stack of norm scales and biases fewer.
 MIN_SIZE = 2**13
 MODELS = {

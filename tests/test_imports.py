@@ -49,6 +49,7 @@ ORDER = """
     _emit
     _planner
     _plain_step
+    _ready
     _sharded_step
     _local_step
     _fully_shard

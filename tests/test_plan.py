@@ -168,6 +168,7 @@ def test_times_in_scans() -> None:
     assert {c.op for c in inside} == {"all_gather", "psum_scatter"}
     assert {c.times for c in inside} == {6}
     assert {c.wire_bytes for c in inside} == {4 * 16 * 16 * 3 // 4}
+    assert {c.total_bytes for c in inside} == {6 * 4 * 16 * 16 * 3 // 4}
     assert plan.parameter_bytes == 6 * 4 * 16 * 16
 
 
