@@ -110,4 +110,14 @@ def stacked_leaves(
         if len({shapes[i][0] for i in members}) == 1:
             for i in members:
                 stacked[i] = True
-    return stacked
+    tails = {
+        _tail(path, shape)
+        for path, shape, is_stack in zip(paths, shapes, stacked, strict=True)
+        if is_stack
+    }
+    return [_tail(*leaf) in tails for leaf in zip(paths, shapes, strict=True)]
+
+
+def _tail(path: Sequence[Any], shape: Sequence[int]) -> tuple[Any, ...]:
+    """What a parameter and its moments have in common, whatever lies beside them."""
+    return tuple(map(str, path[-2:])), tuple(shape)

@@ -129,7 +129,7 @@ def describe(planned: Planned, *, fingerprint: bool = True) -> Plan:
     Returns:
       The plan.
     """
-    names = [leaf.name for leaf in planned.state]
+    names = [leaf.name or "state" for leaf in planned.state]
     program, jaxpr = planned.program, planned.traced.jaxpr
     return make_plan(
         program,

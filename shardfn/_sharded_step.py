@@ -158,7 +158,10 @@ class ShardedStep:
           The same pytree, each leaf split as `shardings` says. A leaf that no dimension
           divides is stored padded, or flattened and padded.
         """
-        stored, _, treedef = self.storage.place((state,))
+        stored, leaves, treedef = self.storage.place((state,))
+        given = {id(x) for x in jax.tree.leaves(state)}
+        stored = [jax.numpy.copy(x) if id(x) in given else x for x in stored]
+        self.storage.remember(stored, leaves, treedef)
         return jax.tree.unflatten(treedef, stored)[0]
 
     @names_step

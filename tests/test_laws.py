@@ -62,7 +62,7 @@ def test_gathers_follow_elementwise_work_and_transposes() -> None:
 
 # Law 3: scatter at birth.
 
-VOCAB, WIDTH, HIDDEN, LENGTH, ROWS = 256, 64, 256, 16, 88
+VOCAB, WIDTH, HIDDEN, LENGTH, ROWS = 256, 64, 256, 5, 88
 
 
 def deep(layers: int) -> Sharded:

@@ -105,8 +105,7 @@ def test_a_constant_that_is_also_used_as_it_is_stays() -> None:
     body = dataclasses.replace(body, outputs=(*body.outputs, first.source))
     loop = dataclasses.replace(loop, bodies=(body,))
     moves, after = hoisted(program, dataclasses.replace(plan, steps=(loop,)))
-    assert len(moves) == 1
-    assert first in reshards(after.bodies[0])
+    assert len(moves) == 1 and first in reshards(after.bodies[0])
 
 
 def test_constants_leave_a_while_loop_too() -> None:
