@@ -3,15 +3,18 @@
 Each function hides one difference between JAX 0.10, 0.11 and 0.12, or one private name.
 """
 
+import contextlib
 import functools
 import importlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 from jax import core as core_types
 from jax import numpy as jnp
+from jax._src import config as _config
+from jax._src import core as _core
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import partial_eval as _private_partial_eval
 from jax.extend import core
@@ -20,6 +23,7 @@ from jax.extend import source_info_util as _public_source_info
 from jax.extend.core import JaxprEqn, Primitive
 from jax.extend.core import primitives as _primitives
 from jax.interpreters import partial_eval as _partial_eval
+from jax.sharding import AxisType
 
 scan_p = _primitives.scan_p
 while_p = _primitives.while_p
@@ -158,9 +162,10 @@ def is_debug_effect(effect: Any) -> bool:
     return type(effect).__name__ == "DebugEffect"
 
 
-def is_mapped(x: Any) -> bool:
+def is_mapped(x: Any, name: str | None = None) -> bool:
     """Whether `x`, inside the innermost `jax.vmap`, depends on what is mapped over."""
-    return isinstance(x, _batching.BatchTracer) and x.batch_dim is not None
+    is_batched = isinstance(x, _batching.BatchTracer) and x.batch_dim is not None
+    return is_batched and (name is None or x._trace.axis_data.name == name)
 
 
 def is_traced(x: Any) -> bool:
@@ -196,3 +201,21 @@ def primitives(*names: str) -> tuple[Primitive, ...]:
 def beta_types_vary() -> bool:
     """Whether `lax.betainc` runs on values that vary over a manual mesh axis."""
     return jax.__version_info__ >= (0, 12)
+
+
+def is_explicit(x: jax.Array) -> bool:
+    """Whether the type of `x` names a mesh with explicit axes."""
+    return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
+
+
+@contextlib.contextmanager
+def at_top_level() -> Iterator[None]:
+    """Traces as outside of every transform: no mesh is set, no axis name is bound."""
+    bound = _core.trace_ctx.axis_env
+    empty = jax.sharding.AbstractMesh((), ())
+    with jax.sharding.use_abstract_mesh(empty), _config._check_vma(False):
+        _core.trace_ctx.set_axis_env(_core.top_axis_env)
+        try:
+            yield
+        finally:
+            _core.trace_ctx.set_axis_env(bound)

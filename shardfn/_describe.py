@@ -12,8 +12,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 
+from shardfn import _compat
 from shardfn._errors import where
 from shardfn._phase import FORWARD, node_phases
 from shardfn._plan import (
@@ -72,14 +74,25 @@ def make_plan(
     )
 
 
-def fingerprint_of(closed_jaxpr: Any, constants: Sequence[Any]) -> str:
+def fingerprint_of(closed_jaxpr: Any, program: Program) -> str:
     """A hash that two traces share iff they are the same program on equal constants."""
     text = re.sub(r"0x[0-9a-f]+|<function [^>]*>", "", str(closed_jaxpr))
     digest = hashlib.sha256(text.encode())
-    for constant in constants:
-        if isinstance(constant, np.ndarray) or hasattr(constant, "addressable_shards"):
-            digest.update(np.asarray(constant).tobytes())
+    for constant in _constants(program):
+        if _compat.is_key(constant.dtype):
+            constant = jax.random.key_data(constant)
+        digest.update(np.asarray(constant).tobytes())
     return digest.hexdigest()
+
+
+def _constants(program: Program) -> Iterator[Any]:
+    """The arrays that a program and the bodies in it capture."""
+    for _, constant in program.constants:
+        if hasattr(constant, "dtype"):
+            yield constant
+    for node in program.nodes:
+        for body in node.bodies:
+            yield from _constants(body)
 
 
 @dataclass(slots=True)

@@ -45,7 +45,9 @@ class LocalStep:
 
     plain: PlainStep
     names: tuple[str, ...]
-    _shapes: dict[tuple[Any, Shapes], Shapes] = field(default_factory=dict, repr=False)
+    _shapes: dict[tuple[Any, Shapes], list[Shapes]] = field(
+        default_factory=dict, repr=False
+    )
 
     @names_step
     def __call__(self, *args: Any) -> Any:
@@ -164,15 +166,24 @@ class LocalStep:
             local_shape(leaf.aval.shape, s, axes)
             for leaf, s in zip(leaves, self._partition(leaves, axes), strict=True)
         )
-        self._shapes[treedef, local] = tuple(leaf.aval.shape for leaf in leaves)
+        entry = self._shapes.setdefault((treedef, local), [])
+        shapes = tuple(leaf.aval.shape for leaf in leaves)
+        if shapes not in entry:
+            entry.append(shapes)
         return tuple(leaves), treedef
 
     def _logical(self, states: tuple[Any, ...]) -> tuple[tuple[Leaf, ...], Any]:
         """The leaves of local states, on global shapes."""
         leaves, treedef = leaves_of(states, "state")
         local = tuple(leaf.aval.shape for leaf in leaves)
-        known = self._shapes.get((treedef, local))
-        if known is None:
+        known = self._shapes.get((treedef, local), [])
+        if len(known) > 1:
+            raise ShardingError(
+                f"the state could be one with leaves of shapes {list(known[0])} or "
+                f"{list(known[1])}: both have these local shards.\n{called()}"
+                "Make another step with fully_shard for the other state."
+            )
+        if not known:
             raise ShardingError(
                 "the state is not one that this step has sharded, so the global shapes "
                 "of its leaves are not known.\n"
@@ -182,7 +193,7 @@ class LocalStep:
             )
         return tuple(
             Leaf(leaf.path, _with_shape(leaf.aval, shape))
-            for leaf, shape in zip(leaves, known, strict=True)
+            for leaf, shape in zip(leaves, known[0], strict=True)
         ), treedef
 
     def _global_batch(

@@ -79,7 +79,8 @@ def _over_devices(
         def inner(*args: Any) -> Any:
             out = run(*args)
             if record is not None:
-                record[index] = jax.tree.map(_compat.is_mapped, out)
+                name = axes.names[index]
+                record[index] = jax.tree.map(lambda x: _compat.is_mapped(x, name), out)
             return out
 
         in_axes = [0 if s[index] is not None else None for s in split]

@@ -137,7 +137,7 @@ def describe(planned: Planned, *, fingerprint: bool = True) -> Plan:
         planned.axes,
         [*names, *[""] * (len(program.inputs) - len(names))],
         [*names, *[""] * (len(program.outputs) - len(names))],
-        fingerprint_of(jaxpr, jaxpr.consts) if fingerprint else "",
+        fingerprint_of(jaxpr, program) if fingerprint else "",
     )
 
 

@@ -244,14 +244,33 @@ class ShardedStep:
                     for x, leaf in zip(stored, leaves, strict=True)
                 ]
                 planned = self._planned(tuple(named), treedef, batch)
-                with jax.sharding.use_abstract_mesh(self.storage.mesh.abstract_mesh):
-                    out = self._shard_map(planned)(*stored, *jax.tree.leaves(batch))
+                out = self._on_given_mesh(planned)(*stored, *jax.tree.leaves(batch))
                 return jax.tree.unflatten(planned.traced.out_tree, out)
 
             functools.update_wrapper(run, self.plain.step, updated=())
             donated = (0,) if self.donate else ()
             self._jitted[key] = jax.jit(run, donate_argnums=donated)
         return self._jitted[key]
+
+    def _on_given_mesh(self, planned: Planned) -> Callable[..., list[jax.Array]]:
+        """The planned step on arrays typed by the caller's mesh, explicit or not."""
+        given, axes = self.storage.given, self.storage.axes
+
+        def run(*args: jax.Array) -> list[jax.Array]:
+            with jax.sharding.use_abstract_mesh(self.storage.mesh.abstract_mesh):
+                return self._shard_map(planned)(*args)
+
+        def typed(*args: jax.Array) -> list[jax.Array]:
+            if not any(map(_compat.is_explicit, args)):
+                return run(*args)
+            specs = [partition_spec(s, axes) for s in planned.body.output_shardings]
+            with jax.sharding.use_abstract_mesh(given.abstract_mesh):
+                over: Any = jax.sharding.auto_axes(
+                    run, axes=given.axis_names, out_sharding=specs
+                )
+                return over(*args)
+
+        return typed
 
     def _shard_map(self, planned: Planned) -> Callable[..., list[jax.Array]]:
         """The planned step on global arrays. Empty ones stay outside: jax 0.11 crashes

@@ -3,6 +3,7 @@
 In: pytrees as users hold them. Out: leaves on logical shapes, and arrays as stored.
 """
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,6 +56,7 @@ class Storage:
         """The leaves of whole or stored states on logical shapes, and their
         structure."""
         leaves, treedef = leaves_of(states, "state")
+        leaves = self._all_told(states, leaves, treedef)
         shapes = tuple(leaf.aval.shape for leaf in leaves)
         stored = tuple(self.stored_aval(leaf, s).shape for leaf, s in self.each(leaves))
         known = self.shapes.get((treedef, shapes), ())
@@ -74,11 +76,30 @@ class Storage:
             entry.append(shapes)
         return tuple(leaves), treedef
 
+    def _all_told(
+        self, states: tuple[Any, ...], leaves: list[Leaf], treedef: Any
+    ) -> list[Leaf]:
+        """Leaves that are told their logical shapes tell those of the traced others."""
+        raw = tuple(jnp.shape(x) for x in jax.tree.leaves(states))
+        shapes = tuple(leaf.aval.shape for leaf in leaves)
+        known = self.shapes.get((treedef, raw), ())
+        fitting = [
+            k
+            for k in known
+            if all(x in (r, s) for x, r, s in zip(shapes, raw, k, strict=True))
+        ]
+        if shapes == raw or len(fitting) != 1:
+            return leaves
+        return [
+            Leaf(leaf.path, _reshaped(leaf.aval, shape))
+            for leaf, shape in zip(leaves, fitting[0], strict=True)
+        ]
+
     def is_told(self, arrays: Sequence[Any], shapes: Shapes) -> bool:
         """Whether the arrays themselves say that `shapes` are their leaves' shapes."""
-        return not all(_is_on(self.mesh, x) for x in arrays if jnp.ndim(x)) or any(
-            logical_shape(x) is not None for x in arrays
-        )
+        meshes = self.mesh, self.given
+        placed = (any(_is_on(m, x) for m in meshes) for x in arrays if jnp.ndim(x))
+        return not all(placed) or any(logical_shape(x) is not None for x in arrays)
 
     def each(self, leaves: Sequence[Leaf]) -> list[tuple[Leaf, Sharding]]:
         return list(zip(leaves, self.partition(leaves), strict=True))
@@ -169,12 +190,15 @@ class Storage:
         """Stored states with every leaf whole on the first device of the mesh."""
         leaves, treedef = self.leaves(states)
         device = SingleDeviceSharding(self.mesh.devices.flat[0])
-        arrays = [
-            to_whole(jax.device_put(x, device), leaf.aval.shape, sharding)
-            for x, (leaf, sharding) in zip(
-                jax.tree.leaves(states), self.each(leaves), strict=True
-            )
-        ]
+        one = Mesh(self.mesh.devices.flat[:1], ("_",), axis_types=(AxisType.Auto,))
+        traced = any(map(_compat.is_traced, jax.tree.leaves(states)))
+        with contextlib.nullcontext() if traced else jax.set_mesh(one):
+            arrays = [
+                to_whole(jax.device_put(x, device), leaf.aval.shape, sharding)
+                for x, (leaf, sharding) in zip(
+                    jax.tree.leaves(states), self.each(leaves), strict=True
+                )
+            ]
         return jax.tree.unflatten(treedef, arrays)
 
     def place_batch(

@@ -69,12 +69,8 @@ def trace(
             f'Turn it off: jax.config.update("{flags[0]}", False).'
         )
     try:
-        try:
-            jaxpr, out = jax.make_jaxpr(step, return_shape=True)(states, batch)
-        except NameError as error:
-            _check_axis(error, axes)
-            step = as_global(step, axes, split, len(states))
-            jaxpr, out = jax.make_jaxpr(step, return_shape=True)(states, batch)
+        with _compat.at_top_level():
+            jaxpr, out = _jaxpr(step, states, batch, split, axes)
     except jax.errors.UnexpectedTracerError as error:
         raise leaked_tracer() from error
     _check_effects(jaxpr)
@@ -92,6 +88,26 @@ def leaked_tracer() -> ShardingError:
         f"{called()}"
         "Return the value from the step, or pass it in as an argument."
     )
+
+
+def _jaxpr(
+    step: GlobalStep,
+    states: tuple[Any, ...],
+    batch: tuple[Any, ...],
+    split: Sequence[Sharding],
+    axes: Axes,
+) -> tuple[Any, Any]:
+    """The jaxpr of a global step, or else of a per-device one."""
+    try:
+        return jax.make_jaxpr(step, return_shape=True)(states, batch)
+    except NameError as error:
+        _check_axis(error, axes)
+    step = as_global(step, axes, split, len(states))
+    try:
+        return jax.make_jaxpr(step, return_shape=True)(states, batch)
+    except NameError as error:
+        _check_axis(error, axes)
+        raise
 
 
 def _check_axis(error: NameError, axes: Axes) -> None:

@@ -83,4 +83,4 @@ def test_the_plan_is_compiled(model: str, name: str) -> None:
     assert moved == {"bfloat16"}
     # Law 4: no array of the global batch.
     assert f"[{ROWS // 8}," in text
-    assert not re.search(rf"\[(\d+,)*{ROWS}(,\d+)*\]", text)
+    assert not re.search(rf"\[(\d+,)*{ROWS}(,\d+)*\]\{{", text)

@@ -132,21 +132,6 @@ def test_results_mix_with_the_callers_arrays(axis_type: AxisType, jit: bool) -> 
     assert rows.sharding.spec == P("data")
 
 
-@each_type
-def test_arrays_that_the_step_captured(axis_type: AxisType) -> None:
-    """Tables made before, on the mesh."""
-    run = make("data", axis_type)
-    table = jax.device_put(np.arange(12.0, dtype="f4"), NamedSharding(run.mesh, P()))
-
-    def scaled(state, x):
-        return step(state, x * table)
-
-    state, metrics = make("data", axis_type, scaled)(STATE, X)
-    host = jax.device_get(table)
-    expected = jax.jit(lambda s, x: step(s, x * host))(STATE, X)[1]
-    np.testing.assert_array_equal(metrics["loss"], expected["loss"])
-
-
 # Tensor parallelism
 
 
@@ -159,19 +144,6 @@ def test_tensor_parallel_parameters(kind: str, axis_type, jit: bool) -> None:
     named = {name: NamedSharding(run.mesh, spec) for name, spec in specs.items()}
     state = jax.device_put(STATE, named)
     assert_step(run, (jax.jit(run) if jit else run)(state, X))
-
-
-@each_type
-@pytest.mark.parametrize("kind", ["model", "all"])
-def test_tensor_parallel_parameters_stay_split(kind: str, axis_type) -> None:
-    """`data` goes on another dimension."""
-    run = make(kind, axis_type)
-    specs = {"in": P(None, "model"), "odd": P(), "out": P("model", None)}
-    named = {name: NamedSharding(run.mesh, spec) for name, spec in specs.items()}
-    state = run.shard(jax.device_put(STATE, named))
-    for new in (state, run(state, X)[0]):
-        assert new["in"].sharding.spec == P("data", "model")
-        assert new["out"].sharding.spec == P("model", "data")
 
 
 # Printing
