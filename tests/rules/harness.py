@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Literal
 from jax.sharding import PartitionSpec as P
 
 import shardfn._rules  # noqa: F401
-from shardfn._compat import inlined_body, is_literal, open_jaxpr, varying_axes
+from shardfn._compat import inlined_body, open_jaxpr, varying_axes
 from shardfn._rule import (
     LocalOp,
     OpShardingRule,
@@ -65,7 +65,7 @@ def _evaluated(
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
     for eqn in jaxpr.eqns:
         values = [
-            np.asarray(a.val, a.aval.dtype) if is_literal(a) else env[a]
+            np.asarray(a.val, a.aval.dtype) if isinstance(a, Literal) else env[a]
             for a in eqn.invars
         ]
         body = inlined_body(eqn)
