@@ -160,7 +160,7 @@ class Split:
             self.local_shape(var.aval.shape, dim)
             for var, dim in zip(self.eqn.outvars, result_dims, strict=True)
         )
-        parts = ((self.factor, self.axes, self.devices),)
+        parts = ((self.factor or "*0", self.axes, self.devices),)
         op = LocalOp(self.eqn, self.rule, parts, shapes)
 
         def body(*blocks: Value) -> list[Value]:
