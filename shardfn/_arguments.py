@@ -164,10 +164,10 @@ def _batch_leaf(
 
 
 def _is_whole(aval: jax.ShapeDtypeStruct) -> bool:
-    """Scalars and PRNG keys, typed or raw, are the same on every device."""
+    """Scalars, empty arrays and PRNG keys, typed or raw, are the same everywhere."""
     is_key = _compat.is_key(aval.dtype)
     is_raw_key = aval.dtype == np.uint32 and aval.shape in ((2,), (4,))
-    return not aval.shape or is_key or is_raw_key
+    return not aval.shape or 0 in aval.shape or is_key or is_raw_key
 
 
 def _check_names(leaf: Leaf, spec: PartitionSpec | None, axes: Axes) -> None:

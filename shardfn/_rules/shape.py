@@ -125,7 +125,12 @@ def _concatenate(eqn: JaxprEqn) -> OpShardingRule:
     return make_rule(eqn, parts, [joined], whole=whole, linear="all")
 
 
-@register_rule(*primitives("split"))
+def _split_local(op: LocalOp, operand: jax.Array) -> Sequence[jax.Array]:
+    axis = op.eqn.params["axis"]
+    return op.bind(operand, sizes=tuple(shape[axis] for shape in op.result_shapes))
+
+
+@register_rule(*primitives("split"), local=_split_local)
 def _split(eqn: JaxprEqn) -> OpShardingRule:
     """`a d -> a b, a c  whole={b, c, d}` for `axis=1`."""
     axis = eqn.params["axis"]
