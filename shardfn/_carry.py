@@ -5,12 +5,11 @@ sharding per carry. Whatever the fixpoint ends at is correct, since the body's r
 are moved back to it.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardfn._decide import itemsize
+from shardfn._decide import nbytes
 from shardfn._plan import BodyPlan, Reshard
 from shardfn._program import Node, Program
 from shardfn._reshard import can_split
@@ -93,7 +92,7 @@ class Carries:
             if all(s is None for s in state)
             and (k in into or any(isinstance(s, Unreduced) for s in made))
         }
-        size = sum(_nbytes(self.avals[k]) for k in found)
+        size = sum(nbytes(self.avals[k]) for k in found)
         if not found or size > LOOP_BYTES:
             return {}
         trial = [found.get(k, state) for k, state in enumerate(carry)]
@@ -151,7 +150,3 @@ def _reduced_into(
             linear.update(node.outputs)
     outputs = enumerate(body.outputs)
     return {j for j, atom in outputs if isinstance(atom, int) and atom in linear}
-
-
-def _nbytes(aval: Any) -> int:
-    return math.prod(getattr(aval, "shape", ())) * itemsize(aval)

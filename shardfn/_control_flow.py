@@ -64,7 +64,6 @@ class FlowSite:
       small: values with fewer elements may stay unreduced across iterations.
       phase: the phase that the node runs in.
       solve: solves a body.
-      size: elements of an aval.
       rule: the rule of a node.
     """
 
@@ -79,7 +78,6 @@ class FlowSite:
     small: int
     phase: str
     solve: Solve
-    size: Callable[[Any], int]
     rule: Callable[[Node], OpShardingRule | None]
 
     def decide(self) -> Decision:

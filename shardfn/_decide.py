@@ -97,7 +97,7 @@ class OpSite:
             return None
         for group in self.rule.linear:
             if terms <= group and all(
-                self.zeros[i] or _size(self.operand_avals[i]) < max(self.small, 2)
+                self.zeros[i] or elements(self.operand_avals[i]) < max(self.small, 2)
                 for i in group - terms
             ):
                 return group
@@ -122,7 +122,7 @@ class OpSite:
             factor = self.factor(self.rule.operands[i], split.dim)
             kind = held if split.stored else batch
             if factor is not None and self.can_part(axis, factor, split.stored):
-                kind[factor] = kind.get(factor, 0) + _nbytes(self.operand_avals[i])
+                kind[factor] = kind.get(factor, 0) + nbytes(self.operand_avals[i])
         wanted, open_to_split = self.wanted(axis)
         if batch:
             best = max(batch, key=lambda f: (batch[f], f in wanted))
@@ -162,9 +162,9 @@ class OpSite:
     def grows(self, axis: int) -> bool:
         """Whether the result is larger than the stored operands: gather those
         instead."""
-        made = sum(map(_size, self.result_avals))
+        made = sum(map(elements, self.result_avals))
         return made > 2 * sum(
-            _size(a)
+            elements(a)
             for a, s in zip(self.operand_avals, self.states, strict=True)
             if isinstance(s[axis], Split)
         )
@@ -179,7 +179,7 @@ class OpSite:
             gathered = sum(b for f, b in held.items() if f != factor)
             reduced = 0
             if factor is not None and (self.reduces(factor)):
-                reduced = 2 * sum(map(_nbytes, self.result_avals))
+                reduced = 2 * sum(map(nbytes, self.result_avals))
             return gathered + reduced, factor not in wanted
 
         best = min([*held, None], key=cost)
@@ -221,7 +221,7 @@ class OpSite:
             for dims, aval, _ in self.sides()
             if dims
         }
-        sizes = all(_size(aval) > 0 for _, aval, _ in self.sides())
+        sizes = all(elements(aval) > 0 for _, aval, _ in self.sides())
         return sizes and len(leading) == 1 and None not in leading
 
     def sides(self) -> list[tuple[Any, Any, Sharding]]:
@@ -279,12 +279,14 @@ def filled_factors(
     )
 
 
-def _size(aval: Any) -> int:
+def elements(aval: Any) -> int:
+    """Elements of a value; 1 for what has no shape."""
     return math.prod(getattr(aval, "shape", ()))
 
 
-def _nbytes(aval: Any) -> int:
-    return _size(aval) * itemsize(aval)
+def nbytes(aval: Any) -> int:
+    """Bytes of a whole value."""
+    return elements(aval) * itemsize(aval)
 
 
 def itemsize(aval: Any) -> int:

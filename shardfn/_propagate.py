@@ -5,13 +5,12 @@ what consumers want of each value and which unreduced values should be reduced w
 they are made. A few rounds settle; any round's decisions are a correct plan.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardfn._control_flow import FlowSite, Solved
-from shardfn._decide import Decision, OpSite
+from shardfn._decide import Decision, OpSite, elements
 from shardfn._phase import FORWARD, node_phases
 from shardfn._plan import BodyPlan
 from shardfn._program import Atom, Node, Program, aval_of
@@ -199,7 +198,6 @@ class _Body:
                 small=self.solver.small,
                 phase=phase,
                 solve=self.solver.solve,
-                size=size_of,
                 rule=self.solver.rule,
             ).decide()
             made = decision.made
@@ -245,7 +243,7 @@ class _Body:
         once, after the loop.
         """
         if node.kind != "remat":
-            return size_of(self.program.avals[value]) < self.solver.small
+            return elements(self.program.avals[value]) < self.solver.small
         axes = range(len(self.solver.axes.names))
         return all((value, axis) not in reviewed.settled for axis in axes)
 
@@ -266,10 +264,6 @@ class _Body:
             m if a in kept else d
             for a, (m, d) in enumerate(zip(made, done, strict=True))
         )
-
-
-def size_of(aval: Any) -> int:
-    return math.prod(getattr(aval, "shape", ()))
 
 
 def propagate(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardfn._decide import Decision, filled_factors, itemsize
+from shardfn._decide import Decision, elements, filled_factors, nbytes
 from shardfn._program import Node, Program
 from shardfn._reshard import can_split
 from shardfn._rule import OpShardingRule
@@ -115,7 +115,7 @@ class _Pass:
                 and can_split(aval.shape, self.axes.replicated, axis, w, self.axes)
                 for w in wants[axis]
             )
-            own = _elements(aval) * itemsize(aval) * (1 if scatters else 2)
+            own = nbytes(aval) * (1 if scatters else 2)
             late = self.late.get(place, 0.0)
             merged = place in self.merges
             waits = place not in self.blocked and (
@@ -178,7 +178,7 @@ class _Pass:
     ) -> None:
         chosen = any(a == axis for _, a in decision.parts)
         for i, atom in enumerate(node.inputs):
-            if not isinstance(atom, int) or not _elements(self.program.avals[atom]):
+            if not isinstance(atom, int) or not elements(self.program.avals[atom]):
                 continue
             state = decision.operands[i][axis]
             if isinstance(state, Split):
@@ -225,10 +225,3 @@ def _through(
         return None
     dim = rule.dim_of(operand, factor)
     return None if dim is None else Split(dim, want.stored)
-
-
-def _elements(aval: Any) -> int:
-    total = 1
-    for size in getattr(aval, "shape", ()):
-        total *= size
-    return total
