@@ -5,8 +5,9 @@ shardings, or an error that names the leaf.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -15,21 +16,36 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from shardfn import _compat
+from shardfn._auto import AutoSplit, auto_split
 from shardfn._errors import ShardingError, called
 from shardfn._padding import logical_shape
 from shardfn._sharding import Axes, Sharding, Split, on_axis
 
+NO_AXES: Mapping[str, int] = MappingProxyType({})
+
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One leaf of an argument: its tree path and its aval, on logical shapes."""
+    """One leaf of an argument, on logical shapes.
+
+    Attributes:
+      path: its tree path.
+      aval: its shape and dtype.
+      auto: how it is split over automatic mesh axes; None if it does not say.
+    """
 
     path: tuple[Any, ...]
     aval: jax.ShapeDtypeStruct
+    auto: AutoSplit | None = ()
 
     @property
     def name(self) -> str:
         return path_name(self.path)
+
+
+def leaf_name(path: Sequence[Any]) -> str:
+    """The name of a state leaf in patterns and plans."""
+    return path_name(path) or "state"
 
 
 def path_name(path: Sequence[Any]) -> str:
@@ -37,14 +53,27 @@ def path_name(path: Sequence[Any]) -> str:
     return keystr(tuple(path), simple=True, separator="/")
 
 
-def leaves_of(tree: tuple[Any, ...], what: str) -> tuple[list[Leaf], Any]:
+def leaves_of(
+    tree: tuple[Any, ...], what: str, sizes: Mapping[str, int] = NO_AXES
+) -> tuple[list[Leaf], Any]:
     """The leaves of some arguments, on logical shapes, and their tree structure.
 
     Paths start with the argument's number unless there is only one argument.
+
+    Args:
+      tree: the arguments.
+      what: "state" or "batch", for errors.
+      sizes: the automatic mesh axes.
+
+    Returns:
+      The leaves and the structure.
     """
     flat, treedef = tree_flatten_with_path(tree)
     skip = 1 if len(tree) == 1 else 0
-    leaves = [Leaf(p[skip:], abstract(leaf, p[skip:], what)) for p, leaf in flat]
+    leaves = []
+    for path, x in flat:
+        aval = abstract(x, path[skip:], what)
+        leaves.append(Leaf(path[skip:], aval, auto_split(x, aval.shape, sizes)))
     return leaves, treedef
 
 

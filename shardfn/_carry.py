@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shardfn._control import Control
 from shardfn._decide import nbytes
 from shardfn._plan import BodyPlan, Reshard
-from shardfn._program import Node, Program
+from shardfn._program import Program
 from shardfn._reshard import can_split
-from shardfn._rule import OpShardingRule
 from shardfn._sharding import (
     Axes,
     AxisSharding,
@@ -27,8 +27,8 @@ from shardfn._want import Wants, preferred, split_as_wanted
 ROUNDS = 6
 
 LOOP_BYTES = 2**26
-"""What a loop may hold whole, in bytes: the sums it carries unreduced and, by
-themselves, the weights that all of its iterations share."""
+"""What a loop may hold whole unless the user said otherwise, in bytes: the sums it
+carries unreduced and, by themselves, the weights that all of its iterations share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Carries:
       avals: their avals.
       wants: what the consumers of their last values want.
       axes: the mesh axes.
-      rule: the rule of a node.
+      control: which sums to leave unreduced until after the loop.
     """
 
     body: Program
@@ -50,16 +50,16 @@ class Carries:
     avals: Sequence[Any]
     wants: Sequence[Wants]
     axes: Axes
-    rule: Callable[[Node], OpShardingRule | None]
+    control: Control
 
     def shardings(
         self, initial: Sequence[Sharding], may_sum: bool
     ) -> tuple[Sharding, ...]:
         """The fixpoint, from the carries' `initial` shardings.
 
-        A carry that starts replicated may become split or, if `may_sum` and the sums of
-        the loop together are small, a sum whose terms stay on their devices until after
-        the loop. It changes at most twice, so that the fixpoint ends.
+        A carry that starts replicated may become split or, if `may_sum`, a sum whose
+        terms stay on their devices until after the loop. It changes at most twice, so
+        that the fixpoint ends.
         """
         carry = list(initial)
         sums = self.sums(carry) if may_sum else {}
@@ -81,23 +81,54 @@ class Carries:
         return tuple(carry)
 
     def sums(self, carry: Sequence[Sharding]) -> dict[int, Sharding]:
-        """The carries that can stay unreduced until after the loop, if all may."""
+        """The carries that can stay unreduced until after the loop, and how.
+
+        Those that are to be deferred do along every mesh axis, and so do all others if
+        they are small together. The rest is scattered in every iteration: split along
+        the axis of the stored state, and unreduced along the others, which takes no
+        more memory.
+        """
         plan = self.solve(carry)
-        into = _reduced_into(self.body, plan, self.rule)
-        found = {
-            k: tuple(Unreduced() if n > 1 else None for n in self.axes.sizes)
+        into = _reduced_into(self.body, plan)
+        found = [
+            k
             for k, (state, made) in enumerate(
                 zip(carry, plan.output_shardings, strict=False)
             )
-            if all(s is None for s in state)
+            if all(s is None for s in on_axis(state, self.axes.stored, None))
             and (k in into or any(isinstance(s, Unreduced) for s in made))
-        }
-        size = sum(nbytes(self.avals[k]) for k in found)
-        if not found or size > LOOP_BYTES:
+        ]
+        asked = {k: self.control.of(self.leaf(k)).accumulate for k in found}
+        size = sum(nbytes(self.avals[k]) for k in found if asked[k] == "auto")
+        trial = list(carry)
+        for k in found:
+            small = asked[k] == "auto" and size <= LOOP_BYTES
+            trial[k] = self.terms(k, carry[k], small or asked[k] == "defer")
+        if trial == carry:
             return {}
-        trial = [found.get(k, state) for k, state in enumerate(carry)]
         made = self.solve(trial).output_shardings
-        return {k: terms for k, terms in found.items() if made[k] == terms}
+        return {k: trial[k] for k in found if made[k] == trial[k] != carry[k]}
+
+    def leaf(self, k: int) -> str:
+        """The state leaf that carry `k` belongs to, or ""."""
+        atom = self.body.outputs[k]
+        return self.body.leaf(atom) if isinstance(atom, int) else ""
+
+    def terms(self, k: int, initial: Sharding, whole: bool) -> Sharding:
+        """Carry `k` unreduced along every mesh axis if `whole`, else along all but the
+        stored one; as it is if it cannot be split along that."""
+        terms = tuple(Unreduced() if n > 1 else None for n in self.axes.sizes)
+        stored = self.axes.stored
+        if whole and initial[stored] is None:
+            return terms
+        split = initial[stored] or preferred(self.wants[k][stored])
+        others = on_axis(initial, stored, None)
+        shape = self.avals[k].shape
+        if not isinstance(split, Split) or not can_split(
+            shape, others, stored, split, self.axes
+        ):
+            return initial
+        return on_axis(terms, stored, split)
 
     def join(
         self, k: int, old: Sharding, new: Sharding, history: set[AxisSharding]
@@ -131,9 +162,7 @@ class Carries:
         return out
 
 
-def _reduced_into(
-    body: Program, plan: BodyPlan, rule_of: Callable[[Node], OpShardingRule | None]
-) -> set[int]:
+def _reduced_into(body: Program, plan: BodyPlan) -> set[int]:
     """The outputs of a body that are linear in something that the body reduces."""
     linear: set[int] = set()
     for step in plan.steps:
@@ -142,10 +171,9 @@ def _reduced_into(
                 linear.add(step.source.value)
             continue
         node = body.nodes[step.node]
-        rule = rule_of(node) if node.kind == "op" else None
-        if rule is None:
+        if node.rule is None:
             continue
-        passing = [node.inputs[i] for group in rule.linear for i in group]
+        passing = [node.inputs[i] for group in node.rule.linear for i in group]
         if not linear.isdisjoint(v for v in passing if isinstance(v, int)):
             linear.update(node.outputs)
     outputs = enumerate(body.outputs)

@@ -5,13 +5,16 @@ in the second one. Values are typed as JAX types them under `check_vma=True`: re
 along an axis means invarying along it.
 """
 
+import functools
 from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from shardfn import _compat
+from shardfn._errors import ShardingError, called, step_name
 from shardfn._reshard import move_of
 from shardfn._sharding import (
     Axes,
@@ -80,9 +83,9 @@ def _all_reduce(x: jax.Array, name: str, op: str) -> jax.Array:
     if op == "sum":
         return lax.psum(x, name)
     if op == "max":
-        return lax.pmax(x, name) if x.dtype != jnp.bool_ else _any(x, name)
+        return _extreme(x, name, lax.pmax) if x.dtype != jnp.bool_ else _any(x, name)
     if op == "min":
-        return lax.pmin(x, name) if x.dtype != jnp.bool_ else ~_any(~x, name)
+        return _extreme(x, name, lax.pmin) if x.dtype != jnp.bool_ else ~_any(~x, name)
     if op == "or":
         return _any(x, name)
     if op == "and":
@@ -90,6 +93,21 @@ def _all_reduce(x: jax.Array, name: str, op: str) -> jax.Array:
     if op == "prod":
         return lax.all_gather(x, name, to="invarying").prod(axis=0)
     raise ValueError(f"unknown reducer {op!r}")
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def _extreme(x: jax.Array, name: str, collective: Any) -> jax.Array:
+    return collective(x, name)
+
+
+@_extreme.defjvp
+def _no_derivative(name: str, *_: Any) -> NoReturn:
+    raise ShardingError(
+        f"{step_name()} is differentiated through a maximum or minimum over mesh axis "
+        f"'{name}', which has no derivative: devices do not know who else is tied.\n"
+        f"{called()}"
+        "Take the gradient inside the step, where it is planned with the step."
+    )
 
 
 def _any(x: jax.Array, name: str) -> jax.Array:

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import importlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from jax import core as core_types
 from jax import numpy as jnp
 from jax._src import config as _config
 from jax._src import core as _core
+from jax._src import distributed as _distributed
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import partial_eval as _private_partial_eval
 from jax.extend import core
@@ -23,23 +24,22 @@ from jax.extend import source_info_util as _public_source_info
 from jax.extend.core import JaxprEqn, Primitive
 from jax.extend.core import primitives as _primitives
 from jax.interpreters import partial_eval as _partial_eval
-from jax.sharding import AxisType
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 scan_p = _primitives.scan_p
 while_p = _primitives.while_p
 cond_p = _primitives.cond_p
 remat_p = _primitives.remat_p
 
-_INLINED = {
-    "jit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "eval_jaxpr": "jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-}
+_INLINED = ("jit", "closed_call", "core_call", "eval_jaxpr")
+
+CUSTOM = ("custom_jvp_call", "custom_vjp_call")
+"""Calls of functions with derivatives of their own."""
 
 _POSITIONAL = {"psum": jnp.sum, "pmax": jnp.max, "pmin": jnp.min}
+
+# jax.experimental.sparse: primitives that it writes out in terms of others.
+_SPARSE = ("bcoo", "bcsr", "coo", "csr")
 
 CONCRETE_ARRAYS = tuple(
     t for t in jax.Array.__subclasses__() if t.__name__ in ("ArrayImpl", "PRNGKeyArray")
@@ -64,29 +64,98 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
 
 
 def inlined_body(eqn: JaxprEqn) -> Any | None:
-    """The body of an equation that only calls it (jit, custom_jvp, ...), else None."""
-    key = _INLINED.get(eqn.primitive.name)
-    if key is None and eqn.primitive.name in _POSITIONAL:
-        return _positional_body(eqn)
-    return eqn.params.get(key) if key else None
+    """What an equation that is no operation of its own stands for, else None.
 
-
-def _positional_body(eqn: JaxprEqn) -> Any | None:
-    """A collective over dimensions, which `jax.vmap` makes, as reductions of them."""
-    axes = eqn.params["axes"]
-    if not all(isinstance(axis, int) for axis in axes):
-        return None
-    reduce = _POSITIONAL[eqn.primitive.name]
-    with as_user_code(eqn):
-        avals: list[Any] = [v.aval for v in eqn.invars]
-        return jax.make_jaxpr(lambda *xs: [reduce(x, axis=axes) for x in xs])(
-            *(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals)
+    That is the body of a call (jit, ...), of a solve whose derivative is known (the
+    solver itself), and of a while loop under `jax.vmap`, whose condition is an array.
+    """
+    name = eqn.primitive.name
+    if name in _INLINED:
+        params = eqn.params
+        return params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
+    if name == "while" and close_jaxpr(eqn.params["cond_jaxpr"]).out_avals[0].shape:
+        return _traced(eqn, lambda *xs: _loop_while_any(eqn, xs))
+    if name == "custom_linear_solve":
+        return _traced(eqn, lambda *xs: _solve(eqn, xs))
+    if name == "call_hi_primitive":
+        prim = eqn.params["_prim"]
+        return _traced(
+            eqn, lambda *xs: prim.expand(*jax.tree.unflatten(prim.in_tree, xs))
         )
+    if name in _POSITIONAL and all(isinstance(d, int) for d in eqn.params["axes"]):
+        # A collective over dimensions, which `jax.vmap` makes: a reduction of them.
+        reduce, axes = _POSITIONAL[name], eqn.params["axes"]
+        return _traced(eqn, lambda *xs: [reduce(x, axis=axes) for x in xs])
+    if name.partition("_")[0] in _SPARSE:
+        run = _sparse(name)
+        return _traced(eqn, lambda *xs: run(*xs, **eqn.params)) if run else None
+    return None
+
+
+def _traced(eqn: JaxprEqn, fn: Callable[..., Any]) -> Any:
+    """The jaxpr of `fn` on the operands of `eqn`."""
+    avals: list[Any] = [v.aval for v in eqn.invars]
+    with as_user_code(eqn):
+        return jax.make_jaxpr(fn)(*avals)
+
+
+def _loop_while_any(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+    """A loop that goes on while any element of its condition holds, and changes only
+    what belongs to those elements, as one with a scalar condition."""
+    test = core.jaxpr_as_fun(close_jaxpr(eqn.params["cond_jaxpr"]))
+    body = core.jaxpr_as_fun(close_jaxpr(eqn.params["body_jaxpr"]))
+    start = eqn.params["cond_nconsts"]
+    end = start + eqn.params["body_nconsts"]
+    tested, used = operands[:start], operands[start:end]
+
+    def iteration(carry: Sequence[Any]) -> list[Any]:
+        (on,) = test(*tested, *carry)
+        spread = [on.reshape(on.shape + (1,) * (x.ndim - on.ndim)) for x in carry]
+        new = body(*used, *carry)
+        return [jnp.where(*c) for c in zip(spread, new, carry, strict=True)]
+
+    return jax.lax.while_loop(
+        lambda carry: jnp.any(test(*tested, *carry)[0]), iteration, list(operands[end:])
+    )
+
+
+def _solve(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+    """Runs the solver of `lax.custom_linear_solve` on its constants and the right
+    sides."""
+    lengths = eqn.params["const_lengths"]
+    start, end = lengths.matvec + lengths.vecmat, sum(lengths)
+    taken = (*operands[start : start + lengths.solve], *operands[end:])
+    return core.jaxpr_as_fun(close_jaxpr(eqn.params["jaxprs"].solve))(*taken)
+
+
+def _sparse(name: str) -> Callable[..., Any] | None:
+    module = f"jax.experimental.sparse.{name.partition('_')[0]}"
+    return getattr(importlib.import_module(module), f"_{name}_impl", None)
+
+
+def bind_again(eqn: JaxprEqn, *args: Any) -> Sequence[Any]:
+    """The results of `eqn` on other operands."""
+    params: Any = eqn.primitive.get_bind_params(eqn.params)
+    return eqn.primitive.bind(*args, **params)
+
+
+def abstract(aval: Any) -> jax.ShapeDtypeStruct:
+    """What to trace on for an argument like `aval`."""
+    weak = getattr(aval, "weak_type", False)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak)
 
 
 def close_jaxpr(jaxpr: Any) -> Any:
     """A closed jaxpr of `jaxpr`, which may be closed already or have no constants."""
     return jaxpr if hasattr(jaxpr, "consts") else core.ClosedJaxpr(jaxpr, ())
+
+
+def traced_equation(run: Any, like: JaxprEqn, avals: Sequence[Any]) -> JaxprEqn:
+    """The one equation that `run` makes of such arguments, in the place of `like`."""
+    with at_top_level(), as_user_code(like):
+        closed = jax.make_jaxpr(run)(*map(abstract, avals))
+    (eqn,) = open_jaxpr(closed)[0].eqns
+    return eqn
 
 
 def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
@@ -126,6 +195,21 @@ def varying_axes(x: jax.Array) -> frozenset[str]:
     return frozenset(jax.typeof(x).manual_axis_type.varying)  # pyright: ignore
 
 
+def checks_types() -> bool:
+    """Whether the `shard_map` around checks over which mesh axes values vary."""
+    return bool(_config._check_vma.value)
+
+
+def varying_alike(operands: Sequence[jax.Array]) -> list[jax.Array]:
+    """`operands` cast to vary along the same mesh axes, as primitives demand."""
+    axes = [varying_axes(x) for x in operands]
+    every = frozenset().union(*axes)
+    return [
+        jax.lax.pcast(x, tuple(sorted(every - own)), to="varying") if every - own else x
+        for x, own in zip(operands, axes, strict=True)
+    ]
+
+
 def with_weak_type(x: jax.Array, weak: bool) -> jax.Array:
     """`x` with its weak type set to `weak`."""
     from jax._src.lax import lax as lax_internal
@@ -139,6 +223,15 @@ def with_weak_type(x: jax.Array, weak: bool) -> jax.Array:
 def summarize(eqn: JaxprEqn) -> str:
     """`file:line:column (function)` of the user's code that made an equation."""
     return _public_source_info.summarize(eqn.source_info)
+
+
+def with_line_of(eqn: JaxprEqn, call: JaxprEqn) -> JaxprEqn:
+    """`eqn`, said to come from the user's line of `call` if it comes from none itself,
+    as the equations of JAX's own jitted functions do."""
+    if ":" in summarize(eqn):
+        return eqn
+    traceback = call.source_info.traceback
+    return eqn.replace(source_info=eqn.source_info.replace(traceback=traceback))
 
 
 def name_stack(eqn: JaxprEqn) -> str:
@@ -208,14 +301,54 @@ def is_explicit(x: jax.Array) -> bool:
     return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
 
 
+def is_typed(sharding: Any) -> bool:
+    """Whether a sharding is one of a mesh with explicit axes, and so part of types."""
+    return (
+        isinstance(sharding, NamedSharding)
+        and AxisType.Explicit in sharding.mesh.axis_types
+    )
+
+
+def untyped_array(x: Any) -> Any:
+    """A captured array as before, but on the same mesh with all axes automatic: bodies
+    of `shard_map` cannot close over one that is typed by its mesh."""
+    if not isinstance(x, jax.Array) or is_traced(x) or not is_typed(x.sharding):
+        return x
+    mesh, spec = x.sharding.mesh, x.sharding.spec  # pyright: ignore
+    types = (AxisType.Auto,) * len(mesh.axis_names)
+    untyped = Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+    return jax.device_put(x, NamedSharding(untyped, spec))
+
+
+def untyped_equation(eqn: JaxprEqn) -> JaxprEqn:
+    """`eqn` without the sharding that it gives the type of its result, on the mesh that
+    was set while it was traced."""
+    if eqn.primitive.name == "sharding_constraint":
+        return eqn
+    params = {
+        name: None
+        for name in ("sharding", "out_sharding")
+        if isinstance(eqn.params.get(name), NamedSharding)
+    }
+    return eqn.replace(params={**eqn.params, **params}) if params else eqn
+
+
 @contextlib.contextmanager
 def at_top_level() -> Iterator[None]:
-    """Traces as outside of every transform: no mesh is set, no axis name is bound."""
+    """Traces as outside of every transform: no axis name is bound, no mesh is set but
+    one without types, whose axes `with_sharding_constraint` may name."""
     bound = _core.trace_ctx.axis_env
-    empty = jax.sharding.AbstractMesh((), ())
-    with jax.sharding.use_abstract_mesh(empty), _config._check_vma(False):
+    mesh = jax.sharding.get_abstract_mesh()
+    is_untyped = all(t is AxisType.Auto for t in mesh.axis_types)
+    untyped = mesh if is_untyped else jax.sharding.AbstractMesh((), ())
+    with jax.sharding.use_abstract_mesh(untyped), _config._check_vma(False):
         _core.trace_ctx.set_axis_env(_core.top_axis_env)
         try:
             yield
         finally:
             _core.trace_ctx.set_axis_env(bound)
+
+
+def distributed_client() -> Any:
+    """What `jax.distributed` connects this process to the others with, or None."""
+    return _distributed.global_state.client

@@ -1,8 +1,7 @@
 """How control flow is sharded: its bodies are solved like the program around them.
 
 In: a scan, while, cond or remat node, how its operands are sharded, what is wanted of
-  its
-results. Out: a `Decision` that holds the plans of the bodies. Carries are a bounded
+its results. Out: a `Decision` that holds the plans of the bodies. Carries are a bounded
 fixpoint over their shardings, branches of a cond are joined.
 """
 
@@ -11,15 +10,17 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from shardfn._carry import Carries
+from shardfn._control import Control
 from shardfn._decide import Decision
 from shardfn._plan import BodyPlan
 from shardfn._program import Node, Program
 from shardfn._reshard import can_split
-from shardfn._rule import OpShardingRule
+from shardfn._rows import RowLoop, row_loop
 from shardfn._sharding import (
     Axes,
     Sharding,
     Split,
+    Unreduced,
     flat,
     on_axis,
 )
@@ -64,7 +65,7 @@ class FlowSite:
       small: values with fewer elements may stay unreduced across iterations.
       phase: the phase that the node runs in.
       solve: solves a body.
-      rule: the rule of a node.
+      control: which sums of loops to leave unreduced until after them.
     """
 
     node: Node
@@ -78,7 +79,7 @@ class FlowSite:
     small: int
     phase: str
     solve: Solve
-    rule: Callable[[Node], OpShardingRule | None]
+    control: Control
 
     def decide(self) -> Decision:
         return {
@@ -86,6 +87,7 @@ class FlowSite:
             "scan": self.scan,
             "while": self.loop,
             "cond": self.branch,
+            "custom": self.remat,
         }[self.node.kind]()
 
     # Helpers
@@ -121,7 +123,11 @@ class FlowSite:
         (body,) = self.node.bodies
         n_consts, n_carry = self.node.counts
         n_xs = n_consts + n_carry
-        consts = [self.entering(i) for i in range(n_consts)]
+        states = [self.entering(i) for i in range(len(self.states))]
+        loop = row_loop(self.node, self.operand_avals, states, self.axes)
+        if loop is not None:
+            return self.over_rows(loop)
+        consts = states[:n_consts]
         xs = [self.scanned(i) for i in range(n_xs, len(self.states))]
         inner_xs = [_shift(s, -1) for s in xs]
         wants = [
@@ -152,6 +158,25 @@ class FlowSite:
             w if i < n_xs else _shift_wants(w, 1) for i, w in enumerate(solved.wants)
         )
         return Decision((*consts, *carry, *xs), out, out, (), (solved.plan,), back)
+
+    def over_rows(self, loop: RowLoop) -> Decision:
+        """A scan over local rows: inside, a row is whole on its device."""
+        (body,) = self.node.bodies
+        whole = self.axes.replicated
+        solved = self.solve(
+            body,
+            (whole,) * len(body.inputs),
+            (whole,) * len(body.outputs),
+            (self.no_wants,) * len(body.outputs),
+            (False,) * len(body.outputs),
+            self.phase,
+        )
+        wants = tuple(
+            tuple(frozenset(() if isinstance(s, Unreduced) else (s,)) for s in operand)
+            for operand in loop.operands
+        )
+        operands, results = loop.operands, loop.results
+        return Decision(operands, results, results, (), (solved.plan,), wants)
 
     def scanned(self, i: int) -> Sharding:
         """Sharding of a scanned operand: each iteration needs a slice of dimension
@@ -224,7 +249,7 @@ class FlowSite:
             avals=[self.operand_avals[i] for i in positions],
             wants=wants[: len(positions)],
             axes=self.axes,
-            rule=self.rule,
+            control=self.control,
         )
         return carries.shardings([self.entering(i) for i in positions], may_sum)
 

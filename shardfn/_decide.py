@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardfn._plan import BodyPlan
+from shardfn._program import LITERAL, VALUE, ZERO
 from shardfn._reshard import can_split
 from shardfn._rule import (
     OpShardingRule,
@@ -57,14 +58,18 @@ class Decision:
 
 @dataclass(slots=True)
 class OpSite:
-    """One op while its factors are chosen, mesh axis by mesh axis."""
+    """One op while its factors are chosen, mesh axis by mesh axis.
+
+    A literal is the same in every device's program: unless it is zero, it cannot be one
+    term of a sum.
+    """
 
     rule: OpShardingRule
     operand_avals: Sequence[Any]
     result_avals: Sequence[Any]
     states: Sequence[Sharding]
     wants: Sequence[Wants]
-    zeros: Sequence[bool]
+    kinds: Sequence[str]
     axes: Axes
     small: int
     operands: list[Sharding] = field(default_factory=list)
@@ -96,12 +101,14 @@ class OpSite:
         if any(self.states[i][axis] is not None for i in others):
             return None
         for group in self.rule.linear:
-            if terms <= group and all(
-                self.zeros[i] or elements(self.operand_avals[i]) < max(self.small, 2)
-                for i in group - terms
-            ):
+            if terms <= group and all(map(self.may_be_term, group - terms)):
                 return group
         return None
+
+    def may_be_term(self, i: int) -> bool:
+        """Whether a replicated operand costs little as one term of a sum."""
+        small = elements(self.operand_avals[i]) < max(self.small, 2)
+        return self.kinds[i] == ZERO or (self.kinds[i] == VALUE and small)
 
     def keep_unreduced(self, axis: int, group: frozenset[int]) -> None:
         for i in group:
@@ -202,6 +209,9 @@ class OpSite:
             return False
         parts = math.prod(self.axes.sizes[a] for f, a in self.parts if f == factor)
         size = self.rule.size(factor)
+        partners = self.additive_partners(factor)
+        if any(self.kinds[i] == LITERAL for i in partners):
+            return False
         if size == 0 or size % (parts * count):
             padded = stored and parts == 1 and self.rule.stands_alone(factor)
             if not padded or size < count:
@@ -232,13 +242,11 @@ class OpSite:
 
     def split(self, axis: int, factor: str, stored: bool) -> None:
         self.parts.append((factor, axis))
-        having = []
         for i, dims in enumerate(self.rule.operands):
             dim = self.dim_of(dims, factor)
             if dim is not None:
-                having.append(i)
                 self.operands[i] = on_axis(self.operands[i], axis, Split(dim, stored))
-        for i in self.additive_partners(factor, having):
+        for i in self.additive_partners(factor):
             self.operands[i] = on_axis(self.operands[i], axis, Unreduced())
         for j, dims in enumerate(self.rule.results):
             dim = self.dim_of(dims, factor)
@@ -256,10 +264,12 @@ class OpSite:
         pairs = dict(self.rule.reduce)
         return next(iter(pairs.values())) if is_flat_factor(factor) else pairs[factor]
 
-    def additive_partners(self, factor: str, having: list[int]) -> set[int]:
+    def additive_partners(self, factor: str) -> set[int]:
         """Operands added to a sum over `factor` that do not have it themselves."""
         if not self.reduces(factor):
             return set()
+        dims = enumerate(self.rule.operands)
+        having = {i for i, d in dims if self.dim_of(d, factor) is not None}
         partners: set[int] = set()
         for group in self.rule.linear:
             if len(group) > 1 and group.intersection(having):
@@ -271,6 +281,8 @@ def filled_factors(
     rule: OpShardingRule, parts: Sequence[tuple[str, int]], axes: Axes
 ) -> frozenset[str]:
     """The factors that `parts` split down to single elements."""
+    if not parts:
+        return frozenset()
     counts: dict[str, int] = {}
     for factor, axis in parts:
         counts[factor] = counts.get(factor, 1) * axes.sizes[axis]

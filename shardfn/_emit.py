@@ -1,12 +1,13 @@
 """Follows a plan on one device's blocks, inside `shard_map`.
 
 In: a program, its plan, local arguments. Out: local results. Everything decided is in
-  the
-plan; emit only evaluates equations and makes the moves. Types stay truthful: a value is
-invarying along a mesh axis exactly if the plan says that it is replicated there.
+the plan; emit only evaluates equations and makes the moves. Types stay truthful: a
+value is invarying along a mesh axis exactly if the plan says that it is replicated
+there.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,36 +19,49 @@ import numpy as np
 from jax import lax
 
 from shardfn import _compat
+from shardfn._auto import auto_names, auto_spec
 from shardfn._collectives import run_move, varying
+from shardfn._custom import run_custom
+from shardfn._extreme import Extreme, extreme_of
 from shardfn._padding import is_inside
-from shardfn._plan import Apply, BodyPlan, Ref, Reshard
+from shardfn._plan import Ahead, Apply, BodyPlan, Place, Ref, Reshard, line_name, reads
 from shardfn._program import Node, Program, aval_of
+from shardfn._reshard import reshard_path
 from shardfn._rule import (
     LocalOp,
     OpShardingRule,
     flat_factor_start,
     is_flat_factor,
-    rule_of,
     run_local,
 )
-from shardfn._sharding import Axes, Sharding, local_shape
+from shardfn._scan_ahead import Part, scan_ahead
+from shardfn._sharding import Axes, Sharding, axes_of, local_shape
 
 Arrays = Sequence[jax.Array]
 
 
-def emit(program: Program, plan: BodyPlan, args: Arrays, axes: Axes) -> list[jax.Array]:
+def emit(
+    program: Program,
+    plan: BodyPlan,
+    args: Arrays,
+    axes: Axes,
+    place: Place = (),
+    apart: frozenset[str] = frozenset(),
+) -> list[jax.Array]:
     """Runs `program` by `plan` on one device's blocks.
 
     Args:
       program: the traced step.
       plan: its plan.
-      args: local blocks, sharded as `plan.inputs` says.
+      args: local blocks, sharded as `plan.inputs` says, then what the plan imports.
       axes: the mesh axes, bound by the surrounding `shard_map`.
+      place: where the plan stands in the plan that it is part of.
+      apart: mesh axes along which devices run it on different rows of the batch.
 
     Returns:
-      Local blocks, sharded as `plan.output_shardings` says.
+      Local blocks, sharded as `plan.output_shardings` says, then what it exports.
     """
-    return _Run(program, plan, axes).run(args)
+    return _Run(program, plan, axes, place, apart).run(args)
 
 
 @dataclass(slots=True)
@@ -55,14 +69,17 @@ class _Run:
     program: Program
     plan: BodyPlan
     axes: Axes
+    place: Place
+    apart: frozenset[str]
     env: dict[Ref, jax.Array] = field(default_factory=dict)
     literals: dict[Any, jax.Array] = field(default_factory=dict)
+    extremes: dict[Ref, Extreme] = field(default_factory=dict)
 
     def run(self, args: Arrays) -> list[jax.Array]:
         program = self.program
-        self.env.update((Ref(v), jnp.asarray(c)) for v, c in program.constants)
-        for value, arg in zip(program.inputs, args, strict=True):
-            self.env[Ref(value)] = arg
+        self.constants()
+        inputs = (*map(Ref, program.inputs), *self.plan.imports)
+        self.env.update(zip(inputs, args, strict=True))
         last_use = _last_uses(self.plan)
         for index, step in enumerate(self.plan.steps):
             if isinstance(step, Reshard):
@@ -71,7 +88,7 @@ class _Run:
                 self.apply(step, program.nodes[step.node])
             for ref in last_use.get(index, ()):
                 self.env.pop(ref, None)
-        return [
+        outputs = [
             self.typed(self.read(ref, atom), sharding, aval_of(program, atom).weak_type)
             if hasattr(aval_of(program, atom), "weak_type")
             else self.read(ref, atom)
@@ -82,19 +99,51 @@ class _Run:
                 strict=True,
             )
         ]
+        return [*outputs, *(self.env[ref] for ref in self.plan.exports)]
+
+    def constants(self) -> None:
+        self.env.update((Ref(v), jnp.asarray(c)) for v, c in self.program.constants)
+
+    def run_part(self, args: Sequence[jax.Array | None]) -> list[jax.Array]:
+        """What a plan that runs ahead exports, from the arguments that are known."""
+        self.constants()
+        for value, arg in zip(self.program.inputs, args, strict=True):
+            if arg is not None:
+                self.env[Ref(value)] = arg
+        for step in self.plan.steps:
+            if isinstance(step, Reshard):
+                self.reshard(step)
+                continue
+            node = self.program.nodes[step.node]
+            if node.kind == "op":
+                self.apply(step, node)
+                continue
+            known = [
+                self.read(ref, atom) if ref is None or ref in self.env else None
+                for ref, atom in zip(step.operands, node.inputs, strict=True)
+            ]
+            made = self.part(step, node, step.bodies[0]).run_part(known)
+            self.env.update(zip(step.exports, made, strict=True))
+        return [self.env[ref] for ref in self.plan.exports]
+
+    def part(self, step: Apply, node: Node, plan: BodyPlan) -> "_Run":
+        place = (*self.place, step.node, 0)
+        return _Run(node.bodies[0], plan, self.axes, place, self.apart)
 
     def read(self, ref: Ref | None, atom: Any) -> jax.Array:
         if ref is not None:
             return self.env[ref]
         key = (str(atom.aval), np.asarray(atom.val).tobytes())
         if key not in self.literals:
-            value = jnp.asarray(atom.val, atom.aval.dtype)
+            value = jnp.asarray(np.asarray(atom.val), atom.aval.dtype)
             self.literals[key] = _compat.with_weak_type(value, atom.aval.weak_type)
         return self.literals[key]
 
     def varies(self, sharding: Sharding) -> tuple[str, ...]:
         return tuple(
-            n for n, s in zip(self.axes.names, sharding, strict=True) if s is not None
+            name
+            for name, state in zip(self.axes.names, sharding, strict=True)
+            if state is not None or name in self.apart
         )
 
     def typed(
@@ -110,9 +159,40 @@ class _Run:
         x = self.env[step.source]
         if step.after is not None:
             x, _ = lax.optimization_barrier((x, self.env[step.after]))
-        for before, after in zip(step.path, step.path[1:], strict=False):
-            x = run_move(x, step.shape, before, after, self.axes)
-        self.env[step.result] = x
+        count = len(step.path) - 1
+        extreme, reduces = self.extremes.get(step.source), 0
+        if extreme is not None:
+            reduces = min(len(extreme.names), count)
+            first = functools.partial(self.moved, step, 0, reduces)
+            x = extreme.reduced(x, first)
+        self.env[step.result] = self.moved(step, reduces, count, x)
+
+    def moved(self, step: Reshard, start: int, end: int, x: jax.Array) -> jax.Array:
+        """`x` after the moves `start` to `end` of a path, made in the dtype that the
+        step names.
+
+        Where automatic axes split the value, one part moves: XLA would gather the parts
+        in front of a collective, so those axes are manual here too.
+        """
+        own, weak = x.dtype, getattr(x, "weak_type", False)
+        if str(own) != step.dtype:
+            x = lax.convert_element_type(x, step.dtype)
+
+        def run(x: jax.Array) -> jax.Array:
+            for index in range(start, end):
+                before, after = step.path[index : index + 2]
+                with jax.named_scope(line_name(self.place, step.result, index)):
+                    x = run_move(x, step.part_shape, before, after, self.axes)
+            return x
+
+        if step.auto:
+            spec, names = auto_spec(step.auto), auto_names(step.auto)
+            x = jax.shard_map(run, in_specs=spec, out_specs=spec, axis_names=names)(x)
+        else:
+            x = run(x)
+        if x.dtype == own:
+            return x
+        return _compat.with_weak_type(lax.convert_element_type(x, own), weak)
 
     # Equations
 
@@ -128,26 +208,35 @@ class _Run:
                 "while": self.loop,
                 "cond": self.branch,
                 "remat": self.remat,
+                "custom": self.custom,
                 "barrier": self.barrier,
+                "constrain": self.constrain,
             }[node.kind](step, node, operands)
+        count = len(node.outputs)
         for value, result, sharding in zip(
-            node.outputs, results, step.result_shardings, strict=True
+            node.outputs, results[:count], step.result_shardings, strict=True
         ):
             self.env[Ref(value)] = self.typed(result, sharding)
+        self.env.update(zip(step.exports, results[count:], strict=True))
 
     def op(self, step: Apply, node: Node, operands: Arrays) -> Arrays:
-        rule = rule_of(node.eqn)
+        rule = node.rule
         if node.eqn.effects:
             return self.once(node, operands)
         if rule is None:
-            out = node.eqn.primitive.bind(*self.alike(operands), **node.eqn.params)
+            out = node.eqn.primitive.bind(
+                *_compat.varying_alike(operands), **node.eqn.params
+            )
             return out if node.eqn.primitive.multiple_results else [out]
         local = self.local_op(step, node, rule)
         operands = [
             _masked(local, dims, x, aval_of(self.program, atom).shape)
             for dims, x, atom in zip(rule.operands, operands, node.inputs, strict=True)
         ]
-        return run_local(local, *self.alike(operands))
+        extreme = extreme_of(node, step, operands, self.axes)
+        if extreme is not None:
+            self.extremes[Ref(node.outputs[0])] = extreme
+        return run_local(local, *_compat.varying_alike(operands))
 
     def once(self, node: Node, operands: Arrays) -> Arrays:
         """Runs a node for its effect, such as printing, on the first device alone."""
@@ -178,10 +267,9 @@ class _Run:
             ),
         )
 
-    def alike(self, operands: Arrays) -> list[jax.Array]:
-        """Operands cast to vary along the same mesh axes, as primitives demand."""
-        names = frozenset().union(*map(_compat.varying_axes, operands))
-        return [varying(x, *sorted(names)) for x in operands]
+    def constrain(self, step: Apply, node: Node, operands: Arrays) -> Arrays:
+        """The operand has been moved already."""
+        return operands
 
     def barrier(self, step: Apply, node: Node, operands: Arrays) -> Arrays:
         return lax.optimization_barrier(tuple(operands))
@@ -189,8 +277,12 @@ class _Run:
     # Control flow
 
     def body(self, step: Apply, node: Node, i: int) -> Callable[..., list[jax.Array]]:
+        place, apart = (*self.place, step.node, i), self.apart
+        if node.kind == "scan":
+            apart |= {self.axes.names[a] for a in rows_apart(node, step)}
+
         def run(*args: jax.Array) -> list[jax.Array]:
-            return emit(node.bodies[i], step.bodies[i], args, self.axes)
+            return emit(node.bodies[i], step.bodies[i], args, self.axes, place, apart)
 
         return run
 
@@ -203,37 +295,79 @@ class _Run:
 
     def remat(self, step: Apply, node: Node, operands: Arrays) -> Arrays:
         args = self.entering(step.bodies[0], node.bodies[0], operands)
+        args += [self.env[ref] for ref in step.imports]
         return _compat.bind_remat(node.eqn, self.body(step, node, 0), *args)
+
+    def custom(self, step: Apply, node: Node, operands: Arrays) -> Arrays:
+        args = self.entering(step.bodies[0], node.bodies[0], operands)
+        run = self.body(step, node, 0)
+        return run_custom(node, step.bodies[0], run, args, self.axes, emit)
 
     def scan(self, step: Apply, node: Node, operands: Arrays) -> Arrays:
         n_consts, n_carry = node.counts
         run, plan, body = self.body(step, node, 0), step.bodies[0], node.bodies[0]
         n_xs = n_consts + n_carry
-        consts, xs = operands[:n_consts], operands[n_xs:]
+        consts = operands[:n_consts]
+        xs = [*operands[n_xs:], *(self.env[ref] for ref in step.imports)]
         init = [
             self.typed(x, s, getattr(body.avals[v], "weak_type", None))
             for x, s, v in zip(
-                operands[n_consts:n_xs],
+                self.started(step, operands, range(n_consts, n_xs)),
                 plan.inputs[n_consts:n_xs],
                 body.inputs[n_consts:n_xs],
                 strict=True,
             )
         ]
 
-        def iteration(carry: Any, x: Any) -> tuple[Any, Any]:
-            out = run(*consts, *carry, *x)
+        def iteration(carry: Any, x: Any, made: Any = ()) -> tuple[Any, Any]:
+            out = run(*consts, *carry, *x, *made)
             return tuple(out[:n_carry]), tuple(out[n_carry:])
 
-        params = node.eqn.params
-        carry, ys = lax.scan(
-            iteration,
-            tuple(init),
-            tuple(xs),
-            length=params["length"],
-            reverse=params["reverse"],
-            unroll=params["unroll"],
-        )
+        def part(ahead: Ahead) -> Part:
+            used = {ref for s in ahead.part.steps for ref in reads(s)}
+            scanned = body.inputs[n_xs:]
+            return Part(
+                ahead.lead,
+                lambda slices: self.part(step, node, ahead.part).run_part(
+                    [*consts, *[None] * n_carry, *slices[: len(scanned)]]
+                ),
+                frozenset(i for i, v in enumerate(scanned) if Ref(v) in used),
+            )
+
+        run_scan = lax.scan
+        if step.ahead:
+            parts = list(map(part, step.ahead))
+            run_scan = functools.partial(scan_ahead, parts=parts)
+        apart = rows_apart(node, step)
+        names = tuple(self.axes.names[i] for i in apart)
+        init = [varying(x, *names) for x in init]
+        keys = "length", "reverse", "unroll"
+        params = {key: node.eqn.params[key] for key in keys}
+        params["length"] //= math.prod(self.axes.sizes[i] for i in apart)
+        carry, ys = run_scan(iteration, init=tuple(init), xs=tuple(xs), **params)
+        if apart:  # what an iteration does not change is no row's own
+            carry = [
+                x if sharding[apart[0]] is None else c
+                for c, x, sharding in zip(
+                    carry,
+                    operands[n_consts:n_xs],
+                    step.operand_shardings[n_consts:n_xs],
+                    strict=True,
+                )
+            ]
         return [*carry, *ys]
+
+    def started(self, step: Apply, operands: Arrays, carries: range) -> Arrays:
+        """What a loop starts from. A literal that it sums up from is one term alone."""
+        out = []
+        for i in carries:
+            x, end = operands[i], step.operand_shardings[i]
+            if step.operands[i] is None:
+                path = reshard_path(self.axes.replicated, end, x.shape, self.axes)
+                for before, after in itertools.pairwise(path):
+                    x = run_move(x, x.shape, before, after, self.axes)
+            out.append(x)
+        return out
 
     def loop(self, step: Apply, node: Node, operands: Arrays) -> Arrays:
         n_test, n_body = node.counts
@@ -253,6 +387,12 @@ class _Run:
         args = self.entering(step.bodies[0], node.bodies[0], rest)
         branches = [self.body(step, node, i) for i in range(len(node.bodies))]
         return lax.switch(index, branches, *args)
+
+
+def rows_apart(node: Node, step: Apply) -> tuple[int, ...]:
+    """Indices of the mesh axes along which devices scan different rows."""
+    scanned = step.operand_shardings[sum(node.counts) :]
+    return axes_of(scanned[0], 0) if scanned else ()
 
 
 def _masked(op: LocalOp, dims: Any, x: jax.Array, shape: Sequence[int]) -> jax.Array:
@@ -291,12 +431,8 @@ def _last_uses(plan: BodyPlan) -> dict[int, list[Ref]]:
     """Per step, the versions that nothing after it reads."""
     last: dict[Ref, int] = {}
     for index, step in enumerate(plan.steps):
-        if isinstance(step, Reshard):
-            used = [step.source, *([step.after] if step.after else [])]
-        else:
-            used = [r for r in step.operands if r is not None]
-        last.update((ref, index) for ref in used)
-    for ref in plan.outputs:
+        last.update((ref, index) for ref in reads(step))
+    for ref in (*plan.outputs, *plan.exports):
         if ref is not None:
             last.pop(ref, None)
     out: dict[int, list[Ref]] = {}

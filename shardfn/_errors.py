@@ -30,6 +30,10 @@ class UnsupportedPrimitiveWarning(UserWarning):
     """A primitive has no op sharding rule and runs on gathered operands."""
 
 
+class VerificationWarning(UserWarning):
+    """A compiled step moves something else than its plan says."""
+
+
 def _shorten(place: str) -> str:
     return os.path.basename(place) if place.startswith(os.sep) else place
 

@@ -2,58 +2,53 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from shardfn import _rules as _rules  # fills the registry
+from shardfn._control import Accumulate, PerLeaf, Reshard, make_control
 from shardfn._errors import ShardingError, call_site
 from shardfn._local_step import LocalStep
 from shardfn._plain_step import PlainStep, Step
-from shardfn._sharded_step import ShardedStep
-from shardfn._sharding import Axes
-from shardfn._storage import Storage, automatic
+from shardfn._sharded_step import VERIFY, ShardedStep
+from shardfn._storage import Storage, automatic, axes_over
+
+
+class Options(TypedDict, total=False):
+    """The options of `fully_shard`; its docstring says what they are."""
+
+    axis: str | tuple[str, ...]
+    min_size: int
+    strict: bool
+    state_argnums: int | tuple[int, ...]
+    batch_spec: Any
+    donate: bool
+    verify: str
+    reshard_after_forward: PerLeaf[Reshard]
+    gather_dtype: PerLeaf[DTypeLike | None]
+    reduce_dtype: PerLeaf[DTypeLike | None]
+    accumulate: PerLeaf[Accumulate]
+    prefetch: PerLeaf[int]
+    shard: PerLeaf[str | tuple[str, ...] | Literal[False] | None]
 
 
 @overload
 def fully_shard(
-    train_step: Step,
-    mesh: Mesh,
-    *,
-    axis: str | tuple[str, ...] = ...,
-    min_size: int = ...,
-    strict: bool = ...,
-    state_argnums: int | tuple[int, ...] = ...,
-    batch_spec: Any = ...,
-    donate: bool = ...,
+    train_step: Step, mesh: Mesh, **options: Unpack[Options]
 ) -> ShardedStep: ...
 
 
 @overload
 def fully_shard(
-    train_step: Step,
-    mesh: None = None,
-    *,
-    axis: str | tuple[str, ...] = ...,
-    min_size: int = ...,
-    strict: bool = ...,
-    state_argnums: int | tuple[int, ...] = ...,
-    batch_spec: Any = ...,
-    donate: bool = ...,
+    train_step: Step, mesh: None = None, **options: Unpack[Options]
 ) -> LocalStep: ...
 
 
 @overload
 def fully_shard(
-    train_step: None = None,
-    mesh: Mesh | None = None,
-    *,
-    axis: str | tuple[str, ...] = ...,
-    min_size: int = ...,
-    strict: bool = ...,
-    state_argnums: int | tuple[int, ...] = ...,
-    batch_spec: Any = ...,
-    donate: bool = ...,
+    train_step: None = None, mesh: Mesh | None = None, **options: Unpack[Options]
 ) -> Callable[[Step], Any]: ...
 
 
@@ -67,6 +62,13 @@ def fully_shard(
     state_argnums: int | tuple[int, ...] = 0,
     batch_spec: Any = None,
     donate: bool = True,
+    verify: str = "off",
+    reshard_after_forward: PerLeaf[Reshard] = "auto",
+    gather_dtype: PerLeaf[DTypeLike | None] = None,
+    reduce_dtype: PerLeaf[DTypeLike | None] = None,
+    accumulate: PerLeaf[Accumulate] = "auto",
+    prefetch: PerLeaf[int] = 0,
+    shard: PerLeaf[str | tuple[str, ...] | Literal[False] | None] = None,
 ) -> ShardedStep | LocalStep | Callable[[Step], Any]:
     """Shards `train_step`'s state over one mesh axis, gathering each parameter where it
     is used.
@@ -84,7 +86,8 @@ def fully_shard(
         is a `LocalStep`, for use inside the caller's own `jax.shard_map` or `jax.pmap`.
       axis: mesh axis to shard over, or several, major to minor: the batch is split over
         all of them, parameters over the last, and gradients are reduce-scattered over
-        the last and then all-reduced over the others.
+        the last and then all-reduced over the others. Other axes of the mesh are left
+        to XLA: state that comes in split over them keeps that split.
       min_size: state leaves with fewer elements stay replicated.
       strict: raise instead of warning when a primitive has no op sharding rule and
         would run on gathered operands.
@@ -95,6 +98,53 @@ def fully_shard(
         0; scalars and PRNG keys are replicated.
       donate: give the state's buffers to the new state; the old one cannot be used
         again.
+      verify: `"error"` or `"warn"`: when the step is first compiled, and for each new
+        set of shapes, hold what the compiler made against the plan and refuse to run,
+        or warn, if it moves something else (see `Plan.verify`). Takes the time to read
+        the compiled program, and nothing per step. Not where the step is called under
+        another transform, whose program it is then a part of.
+      reshard_after_forward: whether the backward pass gathers a parameter again. True:
+        yes; twice its bytes are gathered, and it is whole only while a layer uses it.
+        False: what the forward pass gathered is kept; half the bytes, and all such
+        parameters are whole at the end of the forward pass (a scan over layers stacks
+        them). "auto": only if more than its own bytes are gathered between the two
+        uses, so not for the last layer or the head.
+      gather_dtype: floating-point dtype that parameters are cast to before they are
+        gathered, and back behind it: bfloat16 halves the bytes of a step in float32,
+        and rounds the weights that it multiplies with. Parameters that the step itself
+        casts to this or a narrower dtype are not touched. None: as the step has them.
+      reduce_dtype: floating-point dtype that gradients are summed over devices in. With
+        float32, gradients that the step makes in bfloat16 leave their matrix product as
+        float32 and are rounded after the sum, if at all: twice the bytes of a
+        reduce-scatter. A narrower one than the step's halves them and rounds each
+        device's term. None: as the step makes them.
+      accumulate: how a scan that adds up a gradient, such as one over microbatches,
+        holds it. "scatter": each iteration reduce-scatters its gradient and adds it to
+        a shard; the shards are all-reduced over other mesh axes once, after the scan.
+        "defer": each device adds up its own gradients, as large as the
+        parameter, and they are reduce-scattered once: for `k` microbatches a `k`-th of
+        the bytes. "auto": deferred if all gradients of the scan together fit in 64 MiB.
+      prefetch: how many layers ahead a scan over layers gathers, forward and backward.
+        The loop carries the coming layers' gathered weights, so that their gathers can
+        run while a layer computes, for as many layers' weights of memory and as many
+        more gathers of a layer per pass, whose results the last iterations drop. 0:
+        each iteration gathers its own, and the compiler overlaps what it can; so in
+        unrolled layers, whatever this says.
+      shard: mesh axes over which leaves of the state are stored split, one dimension
+        per axis. None: the last of `axis`; parameters, gradients and optimizer state
+        are then all sharded (ZeRO-3; hybrid if `axis` has more). False: every device
+        holds the whole leaf. `{"params": False}` shards only the optimizer state: no
+        gather in forward and backward, gradients are reduce-scattered, and new
+        parameters all-gathered in their stored dtype (ZeRO-2, and with
+        `accumulate="defer"` ZeRO-1). `{"params": "data", "opt_state": ("replica",
+        "data")}` gathers over the one axis and updates over both. `False` alone
+        all-reduces whole gradients.
+
+    The options from `reshard_after_forward` on take one value, or a mapping from path
+    patterns to values, of which the first that matches counts: `{"params/head": False,
+    "*": True}`. A pattern names leaves or subtrees of the state by their paths as the
+    plan prints them; `*` stands for any characters. Leaves that none matches take the
+    default.
 
     Returns:
       A jitted `ShardedStep`, or a `LocalStep` without a mesh. Arrays in `batch` have
@@ -102,7 +152,8 @@ def fully_shard(
       the batch.
 
     Raises:
-      ShardingError: `mesh` has no axis `axis`.
+      ShardingError: `mesh` has no axis `axis`; or `verify` is no such word, or is given
+        without a mesh.
 
     Example:
       >>> import jax, jax.numpy as jnp, shardfn
@@ -120,20 +171,48 @@ def fully_shard(
       Rajbhandari et al., ZeRO (arXiv:1910.02054); Zhao et al., PyTorch FSDP
       (arXiv:2304.11277).
     """
-    options = dict(
+    options = Options(
         axis=axis,
         min_size=min_size,
         strict=strict,
         state_argnums=state_argnums,
         batch_spec=batch_spec,
         donate=donate,
+        verify=verify,
+        reshard_after_forward=reshard_after_forward,
+        gather_dtype=gather_dtype,
+        reduce_dtype=reduce_dtype,
+        accumulate=accumulate,
+        prefetch=prefetch,
+        shard=shard,
     )
+    control = make_control(
+        reshard_after_forward=reshard_after_forward,
+        gather_dtype=gather_dtype,
+        reduce_dtype=reduce_dtype,
+        accumulate=accumulate,
+        prefetch=prefetch,
+        shard=shard,
+    )
+    names = (axis,) if isinstance(axis, str) else tuple(axis)
+    control.check_axes(names)
     if train_step is None:
         return functools.partial(fully_shard, mesh=mesh, **options)
-    names = (axis,) if isinstance(axis, str) else tuple(axis)
     argnums = (state_argnums,) if isinstance(state_argnums, int) else state_argnums
-    plain = PlainStep(train_step, min_size, strict, tuple(argnums), batch_spec)
+    plain = PlainStep(train_step, min_size, strict, tuple(argnums), batch_spec, control)
+    if verify not in VERIFY:
+        raise ShardingError(
+            f"verify={verify!r} is none of {', '.join(map(repr, VERIFY))}.\n"
+            f"  fully_shard was called at {call_site()}"
+        )
     if mesh is None:
+        if verify != "off":
+            raise ShardingError(
+                f"verify={verify!r} needs a mesh: without one the step becomes part of "
+                "a program that the caller compiles.\n"
+                f"  fully_shard was called at {call_site()}\n"
+                "Pass a mesh, or leave verify out and call plan.verify(compiled)."
+            )
         local = LocalStep(plain, names)
         functools.update_wrapper(local, train_step, updated=())
         return local
@@ -151,8 +230,8 @@ def fully_shard(
                 f"Pass axis={tuple(mesh.shape)[0]!r}, or make the mesh with "
                 f"jax.make_mesh(({mesh.size},), ({name!r},))."
             )
-    axes = Axes(names, tuple(mesh.shape[n] for n in names))
-    storage = Storage(automatic(mesh), mesh, axes, min_size)
-    step = ShardedStep(plain, storage, donate)
+    axes = axes_over(mesh, names)
+    storage = Storage(automatic(mesh), mesh, axes, min_size, control)
+    step = ShardedStep(plain, storage, donate, verify)
     functools.update_wrapper(step, train_step, updated=())
     return step

@@ -90,22 +90,43 @@ def overlapped_bytes(collectives: Iterable[HloCollective]) -> int:
     return wire_bytes(c for c in collectives if c.overlapped)
 
 
+def read_instruction(
+    instr: Instruction, computation: Computation, module: Module
+) -> list[HloCollective]:
+    """The collectives of one instruction of a computation, run once."""
+    scope = _Scope(Frame(computation), module)
+    return list(_instruction(instr, scope, _spread(scope)))
+
+
+def chains(computation: Computation, module: Module) -> dict[str, list[str]]:
+    """The TPU's spread-out collectives: names of the fusions that each has a part in,
+    in the order of the schedule."""
+    scope = _Scope(Frame(computation), module)
+    names = list(computation.instructions)
+    spread = _spread(scope)
+    return {c: [names[at] for at in parts] for c, parts in spread.items() if c}
+
+
 def _walk(scope: _Scope) -> Iterator[HloCollective]:
     spread = _spread(scope)
     for instr in scope.instructions:
-        opcode = instr.opcode.removesuffix("-start")
-        overlapped = scope.overlapped or _is_overlapped(instr, scope)
-        if is_collective(instr):
-            yield from _run(instr, scope, overlapped)
-        elif opcode == "while":
-            yield from _loop(instr, scope)
-        elif opcode == "fusion":
-            yield from _fusion(instr, scope, spread)
-        elif opcode in ("conditional", "call", "async", "custom-call"):
-            for inner in scope.module.called(instr):
-                yield from _walk(
-                    replace(scope, frame=Frame(inner), overlapped=overlapped)
-                )
+        yield from _instruction(instr, scope, spread)
+
+
+def _instruction(
+    instr: Instruction, scope: _Scope, spread: dict[str, list[int]]
+) -> Iterator[HloCollective]:
+    opcode = instr.opcode.removesuffix("-start")
+    overlapped = scope.overlapped or _is_overlapped(instr, scope)
+    if is_collective(instr):
+        yield from _run(instr, scope, overlapped)
+    elif opcode == "while":
+        yield from _loop(instr, scope)
+    elif opcode == "fusion":
+        yield from _fusion(instr, scope, spread)
+    elif opcode in ("conditional", "call", "async", "custom-call"):
+        for inner in scope.module.called(instr):
+            yield from _walk(replace(scope, frame=Frame(inner), overlapped=overlapped))
 
 
 def _run(

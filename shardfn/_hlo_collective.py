@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field, replace
 
 from ._hlo_groups import Groups, device_groups
@@ -95,16 +94,15 @@ def arrays(instr: Instruction, module: Module) -> list[HloCollective]:
     op, packed = _op(instr, module)
     groups = device_groups(instr, module.num_devices)
     results = _results(instr)
-    named = re.search(r'op_name="([^"]*)"', instr.attributes)
     shared = HloCollective(
         op,
         dtype="",
         elements=0,
         groups=groups,
         combined=len(results),
-        op_name=named[1] if named else "",
+        op_name=instr.op_name,
     )
-    found = (replace(shared, dtype=_jax_dtype(d), elements=n) for d, n in results)
+    found = (replace(shared, dtype=jax_dtype(d), elements=n) for d, n in results)
     whole = shared.group_size if op.endswith("_scatter") else 1
     return [_unpacked(replace(c, elements=c.elements * whole), packed) for c in found]
 
@@ -117,7 +115,7 @@ def _unpacked(words: HloCollective, dtype: str) -> HloCollective:
     return replace(words, dtype=dtype, elements=words.elements * words.bytes // size)
 
 
-def _jax_dtype(dtype: str) -> str:
+def jax_dtype(dtype: str) -> str:
     """`bf16` -> `bfloat16`, `f8e4m3fn` -> `float8_e4m3fn`."""
     return _DTYPES.get(dtype, dtype.replace("f", "float", 1).replace("e", "_e", 1))
 
@@ -148,5 +146,5 @@ def _op(instr: Instruction, module: Module) -> tuple[str, str]:
             f"'{instr.calls['to_apply'][0]}'."
         )
     ((opcode, reducer),) = found.items()
-    packed = _jax_dtype(leaves(reducer.shape)[0][0]) if is_packed else ""
+    packed = jax_dtype(leaves(reducer.shape)[0][0]) if is_packed else ""
     return _REDUCERS[opcode] + kind.removeprefix("psum"), packed

@@ -37,6 +37,12 @@ class Instruction:
     attributes: str
     calls: Mapping[str, tuple[str, ...]]
 
+    @property
+    def op_name(self) -> str:
+        """The JAX call that it came from, by its metadata."""
+        named = re.search(r'op_name="([^"]*)"', self.attributes)
+        return named[1] if named else ""
+
 
 @dataclass(frozen=True, slots=True)
 class Computation:
@@ -53,11 +59,13 @@ class Computation:
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """All computations by name, and the devices that run the program."""
+    """All computations by name, the devices that run the program, and which of its
+    results may be written over an argument."""
 
     entry: Computation
     computations: Mapping[str, Computation]
     num_devices: int
+    aliased: tuple[int, ...] = ()
 
     def called(self, instr: Instruction, *roles: str) -> list[Computation]:
         """Computations `instr` calls in the given roles, or in any."""
@@ -88,7 +96,13 @@ def parse_module(text: str) -> Module:
             root = instr if match[1] else root
     if entry is None:
         raise ValueError("this is not the text of an HLO module: it has no ENTRY.")
-    return Module(computations[entry], computations, _num_devices(text))
+    aliased = re.findall(r"\{(\d+)\}: \(\d+, ", text[: text.find("\n")])
+    return Module(
+        computations[entry],
+        computations,
+        _num_devices(text),
+        tuple(map(int, aliased)),
+    )
 
 
 def leaves(shape: str) -> tuple[tuple[str, int], ...]:

@@ -1,21 +1,21 @@
 """A training step on local shards, inside the caller's own `shard_map` or `pmap`.
 
 In: the plain step and the names of mesh axes that the caller binds. Out: a callable
-  that
-takes and returns what one device holds.
+that takes and returns what one device holds.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from jax import lax
 from jax.sharding import Mesh
 
+from shardfn import _compat
 from shardfn._arguments import Leaf, leaves_of
 from shardfn._collectives import run_move, varying
-from shardfn._errors import ShardingError, called, names_step
+from shardfn._errors import ShardingError, called, names_step, step_name
 from shardfn._partition import partition
 from shardfn._plain_step import PlainStep, Side
 from shardfn._planner import plan_init
@@ -55,8 +55,8 @@ class LocalStep:
 
         Args:
           *args: the step's arguments: the local shards of the state, from `init`,
-          `shard`
-            or the step itself, and this device's part of the batch, `[B / n, ...]`.
+            `shard` or the step itself, and this device's part of the batch,
+            `[B / n, ...]`.
 
         Returns:
           What the step returns: the local shards of the new state, replicated scalars,
@@ -79,7 +79,8 @@ class LocalStep:
             _typed(jax.numpy.asarray(x) if isinstance(x, float | int) else x, s, axes)
             for x, s in zip(flat, (*stored, *split), strict=True)
         ]
-        return jax.tree.unflatten(planned.traced.out_tree, planned.run(*typed))
+        run = planned.run if _compat.checks_types() else _without_gradient(planned.run)
+        return jax.tree.unflatten(planned.traced.out_tree, run(*typed))
 
     @names_step
     def init(self, init_fn: Callable[..., Any], *args: Any) -> Any:
@@ -155,7 +156,8 @@ class LocalStep:
 
     def _partition(self, leaves: Sequence[Leaf], axes: Axes) -> tuple[Sharding, ...]:
         paths, avals = [x.path for x in leaves], [x.aval for x in leaves]
-        return partition(paths, avals, axes, self.plain.min_size)
+        plain = self.plain
+        return partition(paths, avals, axes, plain.min_size, control=plain.control)
 
     def _remember(
         self, states: tuple[Any, ...], axes: Axes
@@ -230,6 +232,23 @@ class LocalStep:
                 x = run_move(x, leaf.aval.shape, before, after, axes)
             out.append(x)
         return jax.tree.unflatten(treedef, out)[0]
+
+
+def _without_gradient(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, which JAX would differentiate wrongly where it checks no types: it would
+    take the cotangent of a replicated value for one device's term of a sum."""
+
+    def refuse(*_: Any) -> NoReturn:
+        raise ShardingError(
+            f"{step_name()} is differentiated from outside, where JAX does not know "
+            f"which values are replicated.\n{called()}"
+            "Take the gradient inside the step, or call it in "
+            "jax.shard_map(check_vma=True), not in jax.pmap."
+        )
+
+    checked = jax.custom_jvp(run)
+    checked.defjvp(refuse)
+    return checked
 
 
 def _typed(x: jax.Array, sharding: Sharding, axes: Axes) -> jax.Array:

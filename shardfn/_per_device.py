@@ -1,8 +1,7 @@
 """Steps written for one device of many, with collectives of their own.
 
 In: a step that calls `lax.pmean(grads, axis)` and the like, as under `jax.pmap`. Out:
-  the
-global step that means the same: the devices become a dimension of the batch under
+the global step that means the same: the devices become a dimension of the batch under
 `jax.vmap(axis_name=axis)`, so a `psum` becomes a sum over the batch, which is planned
 as any other: that of a gradient becomes a reduce-scatter.
 """

@@ -35,3 +35,11 @@ def holds_backward(node: Node) -> bool:
         for body in node.bodies
         for inner in body.nodes
     )
+
+
+def mixes_passes(program: Program) -> bool:
+    """Whether a program holds both a forward and a backward pass, as a microbatch
+    does."""
+    kinds = {node.backward for node in program.nodes}
+    nested = any(mixes_passes(b) for node in program.nodes for b in node.bodies)
+    return len(kinds) > 1 or nested

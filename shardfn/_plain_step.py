@@ -10,7 +10,9 @@ from typing import Any
 
 import jax
 
+from shardfn import _compat
 from shardfn._arguments import Leaf, batch_shardings
+from shardfn._control import Control
 from shardfn._errors import ShardingError, called, step_name
 from shardfn._planner import Planned, check_fallbacks, plan_traced
 from shardfn._sharding import Axes, Sharding
@@ -29,7 +31,9 @@ class Side:
 
     @property
     def key(self) -> Hashable:
-        types = ((x.aval.shape, x.aval.dtype, x.aval.weak_type) for x in self.leaves)
+        types = (
+            (x.aval.shape, x.aval.dtype, x.aval.weak_type, x.auto) for x in self.leaves
+        )
         return self.treedef, self.shardings, *types
 
     @property
@@ -48,6 +52,7 @@ class PlainStep:
       strict: whether a primitive without a rule is an error.
       state_argnums: positions of the state arguments.
       batch_spec: prefix pytree of PartitionSpecs of the batch, or None.
+      control: what is asked of the moves of state leaves.
       plans: planned steps by structure and shapes.
     """
 
@@ -56,6 +61,7 @@ class PlainStep:
     strict: bool
     state_argnums: tuple[int, ...]
     batch_spec: Any
+    control: Control = Control()
     plans: dict[Any, Planned] = field(default_factory=dict)
 
     def divide(self, args: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
@@ -75,12 +81,16 @@ class PlainStep:
 
     def call(self, states: Sequence[Any], batch: Sequence[Any]) -> Any:
         """Calls the plain step with its arguments in its own order."""
+        return self.step(*self.arguments(states, batch))
+
+    def arguments(self, states: Sequence[Any], batch: Sequence[Any]) -> list[Any]:
+        """The inverse of `divide`."""
         args = list(batch)
         for position, state in sorted(
             zip(self.state_argnums, states, strict=True), key=lambda pair: pair[0]
         ):
             args.insert(position, state)
-        return self.step(*args)
+        return args
 
     def split(
         self,
@@ -113,14 +123,16 @@ class PlainStep:
                 batch.shardings,
                 axes,
             )
-            planned = plan_traced(
-                traced,
-                state.leaves,
-                state.shardings,
-                batch.shardings,
-                axes,
-                self.min_size,
-            )
+            with _compat.at_top_level():  # primitives are traced anew to expand them
+                planned = plan_traced(
+                    traced,
+                    state.leaves,
+                    state.shardings,
+                    batch.shardings,
+                    axes,
+                    self.min_size,
+                    self.control,
+                )
             check_fallbacks(planned, self.strict)
             self.plans[key] = planned
         return self.plans[key]

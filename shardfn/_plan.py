@@ -5,11 +5,20 @@ A `BodyPlan` is straight-line: `Reshard` steps make a new version of a value in 
 sharding, `Apply` steps run one node of the program on such versions.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
-from shardfn._reshard import COMMUNICATES, move_of, wire_elements
+from shardfn._auto import AutoSplit, part_shape
+from shardfn._control import Control
+from shardfn._reshard import COMMUNICATES, move_elements, move_of, wire_elements
 from shardfn._sharding import Axes, Sharding
+
+if TYPE_CHECKING:
+    from jax.stages import Compiled
+
+    from shardfn._verification import Verification
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +38,13 @@ class Reshard:
       result: the version it makes.
       path: shardings from the first to the last, neighbours one move apart.
       shape: global shape of the value.
-      dtype: dtype name, such as "bfloat16".
+      dtype: name of the dtype on the wire, such as "bfloat16"; usually the value's own.
       itemsize: bytes per element.
       phase: forward, backward or update.
       stored: whether this gathers a value of the stored state.
       after: the move waits for this version to exist, so that the compiler cannot merge
         it with an earlier gather of the same value.
+      auto: how automatic mesh axes split the value, which moves part by part.
     """
 
     source: Ref
@@ -46,6 +56,12 @@ class Reshard:
     phase: str
     stored: bool = False
     after: Ref | None = None
+    auto: AutoSplit = ()
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """Shape of the value over our axes: of one part, if automatic ones split it."""
+        return part_shape(self.shape, self.auto)
 
     @property
     def gathers_state(self) -> bool:
@@ -71,6 +87,10 @@ class Apply:
       moved: bytes gathered for that.
       place: the user's source line, for the fallback's line in the plan.
       times: how often a body runs per run of this step (scan length), None if unknown.
+      imports: versions that the body of a scan or remat imports: a scan slices them.
+      exports: versions made of what that body exports: a scan stacks it.
+      ahead: parts of a scan's body that run in an earlier iteration. What they export,
+        the body imports, after what the scan imports.
     """
 
     node: int
@@ -83,19 +103,92 @@ class Apply:
     fallback: bool = False
     place: str = ""
     times: int | None = 1
+    imports: tuple[Ref, ...] = ()
+    exports: tuple[Ref, ...] = ()
+    ahead: "tuple[Ahead, ...]" = ()
 
 
 Step = Reshard | Apply
 
 
+def reads(step: Step) -> tuple[Ref, ...]:
+    """The versions that a step reads."""
+    if isinstance(step, Reshard):
+        return (step.source,) if step.after is None else (step.source, step.after)
+    return (*(ref for ref in step.operands if ref is not None), *step.imports)
+
+
+def reading(step: Step, name: Callable[[Ref], Ref]) -> Step:
+    """`step` with the versions that it reads renamed."""
+    if isinstance(step, Reshard):
+        after = None if step.after is None else name(step.after)
+        return replace(step, source=name(step.source), after=after)
+    operands = tuple(None if ref is None else name(ref) for ref in step.operands)
+    return replace(step, operands=operands, imports=tuple(map(name, step.imports)))
+
+
 @dataclass(frozen=True, slots=True)
 class BodyPlan:
-    """Plan of one program: argument shardings, steps, and what is returned."""
+    """Plan of one program.
+
+    Attributes:
+      inputs: shardings of the arguments.
+      steps: what runs, in order.
+      outputs: what is returned; None for a literal.
+      output_shardings: its shardings.
+      imports: versions that come in beside the arguments.
+      exports: versions that are handed out beside the outputs.
+    """
 
     inputs: tuple[Sharding, ...]
     steps: tuple[Step, ...]
     outputs: tuple[Ref | None, ...]
     output_shardings: tuple[Sharding, ...]
+    imports: tuple[Ref, ...] = ()
+    exports: tuple[Ref, ...] = ()
+
+    @property
+    def falls_back(self) -> bool:
+        """Whether an op in it, or in a body in it, runs on gathered operands."""
+        ops = (step for step in self.steps if isinstance(step, Apply))
+        return any(
+            op.fallback or any(body.falls_back for body in op.bodies) for op in ops
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """Steps of a scan's body that run `lead` iterations ahead of the others.
+
+    `part` reads only what the scan goes through and its constants; it has no outputs,
+    only exports.
+    """
+
+    lead: int
+    part: BodyPlan
+
+
+def without_move(body: BodyPlan, move: Reshard, instead: Ref) -> BodyPlan:
+    """`body` without `move`, its result replaced by another version."""
+
+    def name(ref: Ref) -> Ref:
+        return instead if ref == move.result else ref
+
+    return replace(
+        body,
+        steps=tuple(reading(s, name) for s in body.steps if s != move),
+        outputs=tuple(None if ref is None else name(ref) for ref in body.outputs),
+        exports=tuple(map(name, body.exports)),
+    )
+
+
+def fresh(body: BodyPlan, value: int) -> Ref:
+    """A version of `value` that `body` does not have yet."""
+    refs = list(body.imports)
+    for step in body.steps:
+        refs += [step.result] if isinstance(step, Reshard) else step.exports
+    versions = (ref.version for ref in refs if ref.value == value)
+    return Ref(value, max(versions, default=0) + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +199,17 @@ class Collective:
       op: "all_gather", "psum_scatter", "all_reduce", "all_to_all".
       axis: mesh axis name.
       phase: "forward", "backward" or "update".
-      shape: global shape of the value.
+      shape: global shape of the value; of one part, if it is split over other mesh
+        axes, too.
       dtype: dtype name on the wire.
       wire_bytes: bytes that each device sends, each time.
       times: runs per step; None inside a while loop.
       path: the state leaf it belongs to, or "".
       place: the user's source line that needs it.
       fallback: the primitive without a rule that caused it, or "".
+      name: the name scope that its operations are emitted under (see `line_name`).
+      elements: of the value on one device where it is larger, padding included: after
+        an all-gather, before a reduce-scatter.
     """
 
     op: str
@@ -125,6 +222,8 @@ class Collective:
     path: str = ""
     place: str = field(default="", compare=False)
     fallback: str = ""
+    name: str = field(default="", compare=False)
+    elements: int = field(default=0, compare=False)
 
     @property
     def total_bytes(self) -> int:
@@ -142,6 +241,7 @@ class Plan:
       collectives: every collective, in program order.
       parameter_bytes: M, the bytes of the gathered parameters in their compute dtype.
       program: fingerprint of the traced step and of the arrays it captured.
+      control: what was asked of the moves of state leaves.
     """
 
     axes: Axes
@@ -149,6 +249,7 @@ class Plan:
     collectives: tuple[Collective, ...]
     parameter_bytes: int
     program: str
+    control: Control = Control()
 
     @property
     def wire_bytes(self) -> int:
@@ -160,17 +261,85 @@ class Plan:
         """Collectives that only a primitive without a rule needs."""
         return tuple(c for c in self.collectives if c.fallback)
 
+    def verify(self, compiled: "Compiled | str") -> "Verification":
+        """Holds a compiled program against this plan, line by line.
+
+        Reads the optimized program, so it says what the compiler made of each planned
+        collective: there, merged with another, in a larger dtype, turned into an
+        all-reduce, or missing; and what is there besides. Runs nothing.
+
+        Args:
+          compiled: the step compiled for CPUs, GPUs or TPUs, as `lower(...).compile()`
+            returns it, or its text in HLO.
+
+        Returns:
+          A frozen value; `print` it, or ask it whether it is `ok`.
+
+        Raises:
+          ValueError: the backend shows no text, or one in a notation that is not known.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, shardfn
+          >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
+          >>> step = shardfn.fully_shard(lambda w, x: (w, x @ w), mesh, min_size=0)
+          >>> args = jnp.ones((64, 64)), jnp.ones((8, 64))
+          >>> step.plan(*args).verify(step.lower(*args).compile()).ok
+          True
+        """
+        from shardfn._verify import verify
+
+        text = compiled if isinstance(compiled, str) else compiled.as_text()
+        if text is None:
+            raise ValueError(
+                "this backend does not show its compiled programs as text."
+            )
+        return verify(self, text)
+
     def __str__(self) -> str:
         from shardfn._plan_table import table
 
         return table(self)
 
 
-def communicating_moves(step: Reshard, axes: Axes) -> Iterator[tuple[str, int, int]]:
-    """`(op, mesh axis index, wire bytes)` for each move of `step` that uses the
-    wire."""
-    for before, after in zip(step.path, step.path[1:], strict=False):
+Place = tuple[int, ...]
+"""Which body of a plan: node and body index of each that it is in, outermost
+first."""
+
+
+def line_name(place: Place, result: Ref, move: int) -> str:
+    """The name scope of one move of the `Reshard` in body `place` that makes `result`.
+
+    Compilers keep it in the metadata of the collective that they make of the move, so a
+    compiled program can be read back line by line, and a profile too.
+    """
+    return "shardfn." + ".".join(map(str, (*place, result.value, result.version, move)))
+
+
+def line_names(text: str) -> frozenset[str]:
+    """The names in the metadata of a compiled operation, which may stand for several
+    moves."""
+    return frozenset(re.findall(r"\bshardfn(?:\.\d+)+", text))
+
+
+@dataclass(frozen=True, slots=True)
+class WireMove:
+    """One move of a `Reshard` that uses the wire: `index` counts the moves of its path,
+    `axis` the mesh axes; `elements` as in `Collective`."""
+
+    index: int
+    op: str
+    axis: int
+    elements: int
+    wire_bytes: int
+
+
+def communicating_moves(step: Reshard, axes: Axes) -> Iterator[WireMove]:
+    """The moves of `step` that use the wire."""
+    for index, (before, after) in enumerate(
+        zip(step.path, step.path[1:], strict=False)
+    ):
         op, axis = move_of(before, after)
         if op in COMMUNICATES and axes.sizes[axis] > 1:
-            sent = wire_elements(before, after, step.shape, axes) * step.itemsize
-            yield op, axis, round(sent)
+            elements = move_elements(before, after, step.part_shape, axes)
+            sent = wire_elements(before, after, step.part_shape, axes) * step.itemsize
+            yield WireMove(index, op, axis, elements, round(sent))

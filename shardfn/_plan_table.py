@@ -14,17 +14,16 @@ def table(plan: Plan) -> str:
     """Rows of equal collectives are merged, their times added."""
     merged: dict[tuple[object, ...], list[Collective]] = {}
     for line in plan.collectives:
-        key = (line.phase, line.op, line.axis, line.shape, line.dtype, _subject(line))
+        key = (line.phase, line.op, line.axis, line.shape, line.dtype, subject(line))
         merged.setdefault(key, []).append(line)
     rows = [_row(lines) for lines in merged.values()]
-    widths = [max(len(r[i]) for r in (HEADER, *rows)) for i in range(len(HEADER))]
-    text = [_join(HEADER, widths), *(_join(row, widths) for row in rows)]
-    return "\n".join([*text, "", *_totals(plan)])
+    return "\n".join([join_columns(HEADER, rows, {5, 6}), "", *_totals(plan)])
 
 
-def _subject(line: Collective) -> str:
-    subject = line.path or line.place
-    return f"{subject}  (no rule for {line.fallback})" if line.fallback else subject
+def subject(line: Collective) -> str:
+    """What a line is for: a state leaf, or else the user's source line."""
+    name = line.path or line.place
+    return f"{name}  (no rule for {line.fallback})" if line.fallback else name
 
 
 def _row(lines: Sequence[Collective]) -> tuple[str, ...]:
@@ -36,21 +35,32 @@ def _row(lines: Sequence[Collective]) -> tuple[str, ...]:
         first.phase,
         first.op,
         first.axis,
-        "x".join(map(str, first.shape)) or "scalar",
+        shape_text(first.shape),
         first.dtype,
         times,
         size_text(sum(line.total_bytes for line in lines)),
-        _subject(first),
+        subject(first),
     )
 
 
-def _join(row: Sequence[str], widths: Sequence[int]) -> str:
-    right = {5, 6}
-    cells = (
-        c.rjust(w) if i in right else c.ljust(w)
-        for i, (c, w) in enumerate(zip(row, widths, strict=True))
+def shape_text(shape: Sequence[int]) -> str:
+    """`512x1536`, or `scalar`."""
+    return "x".join(map(str, shape)) or "scalar"
+
+
+def join_columns(
+    header: Sequence[str], rows: Sequence[Sequence[str]], right: set[int]
+) -> str:
+    """Lines of aligned columns; those in `right` are aligned to the right."""
+    table = [header, *rows]
+    widths = [max(len(row[i]) for row in table) for i in range(len(header))]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if i in right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in table
     )
-    return "  ".join(cells).rstrip()
 
 
 def _totals(plan: Plan) -> list[str]:
@@ -72,7 +82,7 @@ def _totals(plan: Plan) -> list[str]:
         lines.append(f"  of which {size_text(part)} only for want of a rule")
     if any(c.times is None for c in plan.collectives):
         lines.append("  while loops are counted as one iteration")
-    return lines
+    return [*lines, *str(plan.control).splitlines()]
 
 
 def size_text(size: float) -> str:

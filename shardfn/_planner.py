@@ -11,10 +11,13 @@ from typing import Any
 
 import jax
 
-from shardfn._arguments import Leaf
+from shardfn._arguments import Leaf, leaf_name
+from shardfn._auto_plan import split_automatically
+from shardfn._control import NOTHING_ASKED, Control
 from shardfn._describe import fingerprint_of, make_plan
 from shardfn._emit import emit
 from shardfn._errors import ShardingError, UnsupportedPrimitiveWarning
+from shardfn._leaves import name_leaves
 from shardfn._padding import zero_padding
 from shardfn._plan import BodyPlan, Collective, Plan
 from shardfn._program import Program, aval_of, make_program
@@ -22,6 +25,7 @@ from shardfn._propagate import propagate
 from shardfn._schedule import schedule
 from shardfn._sharding import Axes, Sharding, stored_shape
 from shardfn._trace import Traced
+from shardfn._widen import widen
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,7 @@ class Planned:
       state: leaves of the state.
       stored: their shardings.
       axes: the mesh axes.
+      control: what was asked of the moves of state leaves.
     """
 
     traced: Traced
@@ -44,6 +49,7 @@ class Planned:
     state: tuple[Leaf, ...]
     stored: tuple[Sharding, ...]
     axes: Axes
+    control: Control
 
     @property
     def input_avals(self) -> list[Any]:
@@ -68,6 +74,7 @@ def plan_traced(
     batch: Sequence[Sharding],
     axes: Axes,
     min_size: int,
+    control: Control,
 ) -> Planned:
     """Plans a traced step.
 
@@ -78,21 +85,36 @@ def plan_traced(
       batch: shardings of the batch's leaves.
       axes: the mesh axes.
       min_size: elements below which a value counts as small.
+      control: what is asked of the moves of state leaves.
 
     Returns:
       The planned step.
     """
+    names = [leaf_name(leaf.path) for leaf in state]
+    control.check(names)
     program = make_program(traced.jaxpr)
+    program = name_leaves(
+        program,
+        [*names, *[""] * (len(program.inputs) - len(names))],
+        [*names, *[""] * (len(program.outputs) - len(names))],
+    )
     others = program.outputs[len(stored) :]
+    inputs = (*stored, *batch)
     required: list[Sharding | None] = [*stored, *[None] * len(others)]
-    body = propagate(program, (*stored, *batch), required, axes, min_size)
+    body = propagate(program, inputs, required, axes, min_size, control)
     for j, atom in enumerate(others, start=len(stored)):
         sharding, shape = body.output_shardings[j], aval_of(program, atom).shape
         if stored_shape(shape, sharding, axes) != tuple(shape):
             required[j] = axes.replicated
-    if any(r is not None for r in required[len(stored) :]):
-        body = propagate(program, (*stored, *batch), required, axes, min_size)
-    return Planned(traced, program, schedule(program, body, axes), state, stored, axes)
+    wider = widen(program, body, control)
+    if wider is not program or any(r is not None for r in required[len(stored) :]):
+        program = wider
+        body = propagate(program, inputs, required, axes, min_size, control)
+    autos = [leaf.auto or () for leaf in state]
+    given, made = [*autos, *[()] * len(batch)], [*autos, *[()] * len(others)]
+    body = split_automatically(program, body, given, made)
+    body = schedule(program, body, control)
+    return Planned(traced, program, body, state, stored, axes, control)
 
 
 def plan_init(
@@ -115,7 +137,7 @@ def plan_init(
     program = make_program(jax.make_jaxpr(init_fn)(*args))
     inputs = [axes.replicated] * len(program.inputs)
     body = propagate(program, inputs, stored, axes, small=2)
-    body = schedule(program, body, axes)
+    body = schedule(program, body, NOTHING_ASKED)
     return lambda *leaves: emit(program, body, leaves, axes)
 
 
@@ -129,14 +151,12 @@ def describe(planned: Planned, *, fingerprint: bool = True) -> Plan:
     Returns:
       The plan.
     """
-    names = [leaf.name or "state" for leaf in planned.state]
     program, jaxpr = planned.program, planned.traced.jaxpr
     return make_plan(
         program,
         planned.body,
         planned.axes,
-        [*names, *[""] * (len(program.inputs) - len(names))],
-        [*names, *[""] * (len(program.outputs) - len(names))],
+        planned.control,
         fingerprint_of(jaxpr, program) if fingerprint else "",
     )
 
@@ -144,6 +164,8 @@ def describe(planned: Planned, *, fingerprint: bool = True) -> Plan:
 def check_fallbacks(planned: Planned, strict: bool) -> None:
     """Warns once per primitive and line that runs on gathered operands, or refuses
     it."""
+    if not planned.body.falls_back:
+        return
     lines: dict[tuple[str, str], list[Collective]] = {}
     for line in describe(planned, fingerprint=False).fallbacks:
         lines.setdefault((line.fallback, line.place), []).append(line)

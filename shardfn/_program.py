@@ -3,7 +3,7 @@
 In: a closed jaxpr. Out: a `Program`: values are numbered, calls are inlined, equal
 equations merged, dead ones dropped, and control flow holds programs of its own.
 
-Calls (jit, custom_jvp, ...) are inlined because XLA inlines them too: two gathers of
+Calls are inlined because XLA inlines them too: two gathers of
 one parameter, one in each call, would be merged behind the plan's back.
 """
 
@@ -15,9 +15,14 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
 from shardfn import _compat
+from shardfn._constrain import constrain_p
+from shardfn._counting import Counts
+from shardfn._rule import OpShardingRule, rule_of
 
 Atom = int | Literal
 """A value of the program, or a literal."""
+
+VALUE, ZERO, LITERAL = "value", "zero", "literal"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,10 +34,14 @@ class Node:
       inputs: value numbers or literals.
       outputs: value numbers.
       backward: True in the backward pass of autodiff.
-      kind: "op", "barrier" (operands pass through unchanged, tied together), or the
-        control flow: "scan", "while", "cond", "remat".
-      bodies: the programs of control flow: the scan or remat body, the while condition
-        and body, the branches.
+      kind: "op", "barrier" (operands pass through unchanged, tied together),
+        "constrain" (the operand does, its sharding given by the user), or the control
+        flow: "scan", "while", "cond", "remat", "custom" (a function with a
+        derivative of its own).
+      bodies: the programs of control flow: the scan, remat or custom body, the while
+        condition and body, the branches.
+      rule: the op's rule, if it has one.
+      kinds: per operand VALUE, ZERO (known to be zero) or LITERAL (another one).
       counts: scan: (constants, carries); while: (condition constants, body constants).
     """
 
@@ -43,6 +52,8 @@ class Node:
     kind: str = "op"
     bodies: "tuple[Program, ...]" = ()
     counts: tuple[int, int] = (0, 0)
+    rule: OpShardingRule | None = None
+    kinds: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,6 +67,8 @@ class Program:
       nodes: equations in order.
       outputs: what the program returns.
       zeros: values known to be zero everywhere.
+      leaves: per value, the path of the state leaf that it belongs to, or ""; empty if
+        values have no names. See `_leaves`.
     """
 
     avals: tuple[Any, ...]
@@ -64,6 +77,11 @@ class Program:
     nodes: tuple[Node, ...]
     outputs: tuple[Atom, ...]
     zeros: frozenset[int]
+    leaves: tuple[str, ...] = ()
+
+    def leaf(self, value: int) -> str:
+        """The path of the state leaf that a value belongs to, or ""."""
+        return self.leaves[value] if self.leaves else ""
 
 
 def aval_of(program: Program, atom: Atom) -> Any:
@@ -72,7 +90,8 @@ def aval_of(program: Program, atom: Atom) -> Any:
 
 def make_program(closed_jaxpr: Any) -> Program:
     """Numbers the values of a closed jaxpr; see the module's first lines."""
-    return _Builder().build(_compat.without_dead_code(closed_jaxpr), backward=False)
+    closed_jaxpr = _compat.without_dead_code(closed_jaxpr)
+    return _Builder().build(closed_jaxpr, backward=False, call=None)
 
 
 @dataclass
@@ -81,13 +100,28 @@ class _Builder:
 
     cache: dict[tuple[int, bool], Program] = field(default_factory=dict)
     keep_alive: list[Any] = field(default_factory=list)
+    known: dict[Hashable, Hashable] = field(default_factory=dict)
+    rules: dict[int, OpShardingRule | None] = field(default_factory=dict)
 
-    def build(self, closed: Any, backward: bool) -> Program:
+    def build(self, closed: Any, backward: bool, call: Any) -> Program:
         key = (id(closed), backward)
         if key not in self.cache:
             self.keep_alive.append(closed)
-            self.cache[key] = _Values(self, backward).run(closed)
+            self.cache[key] = _Values(self, backward).run(closed, call)
         return self.cache[key]
+
+    def looks(self, eqn: Any, operands: Sequence[Atom]) -> Hashable | None:
+        """`_looks(eqn, operands)`, the same object for all that are equal."""
+        looks = _looks(eqn, operands)
+        return None if looks is None else self.known.setdefault(looks, looks)
+
+    def rule(self, eqn: Any, looks: Hashable | None) -> OpShardingRule | None:
+        """The rule of `eqn`, the same object for equations that look the same."""
+        if looks is None:
+            return rule_of(eqn)
+        if id(looks) not in self.rules:
+            self.rules[id(looks)] = rule_of(eqn)
+        return self.rules[id(looks)]
 
 
 @dataclass
@@ -95,9 +129,8 @@ class _Values:
     """The values and nodes of one program while it is built.
 
     Equations on equal operands are merged, except those on literals alone: what they
-      make
-    can be made in any sharding, and consumers that want different ones should not share
-    it. `same` maps such a value to the first one equal to it.
+    make can be made in any sharding, and consumers that want different ones should not
+    share it. `same` maps such a value to the first one equal to it.
     """
 
     builder: _Builder
@@ -108,12 +141,12 @@ class _Values:
     seen: dict[Hashable, tuple[int, ...]] = field(default_factory=dict)
     zeros: set[int] = field(default_factory=set)
     same: dict[int, int] = field(default_factory=dict)
+    counts: Counts = field(default_factory=Counts)
 
-    def run(self, closed: Any) -> Program:
-        jaxpr, consts = _compat.open_jaxpr(closed)
-        inputs = tuple(self.new(v.aval) for v in jaxpr.invars)
-        outputs = self.inline(jaxpr, consts, inputs, self.backward)
-        nodes, constants = _live(self.nodes, self.constants, outputs)
+    def run(self, closed: Any, call: Any) -> Program:
+        inputs = tuple(self.new(v.aval) for v in _compat.open_jaxpr(closed)[0].invars)
+        outputs = self.inline(closed, inputs, self.backward, call)
+        nodes, constants = live(self.nodes, self.constants, outputs)
         return Program(
             avals=tuple(self.avals),
             inputs=inputs,
@@ -128,8 +161,10 @@ class _Values:
         return len(self.avals) - 1
 
     def inline(
-        self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Atom], backward: bool
+        self, closed: Any, inputs: Sequence[Atom], backward: bool, call: Any
     ) -> tuple[Atom, ...]:
+        """Adds the equations of a jaxpr that the equation `call` runs, if any does."""
+        jaxpr, consts = _compat.open_jaxpr(closed)
         env: dict[Any, Atom] = {}
 
         def read(atom: Any) -> Atom:
@@ -137,15 +172,22 @@ class _Values:
 
         for var, const in zip(jaxpr.constvars, consts, strict=True):
             env[var] = value = self.new(var.aval)
+            const = _compat.untyped_array(const)
             self.constants.append((value, const))
+            self.counts.constant(value, const)
         env.update(zip(jaxpr.invars, inputs, strict=True))
         for eqn in jaxpr.eqns:
+            eqn = _compat.with_line_of(eqn, call) if call is not None else eqn
+            eqn = _compat.untyped_equation(eqn)
             operands = tuple(map(read, eqn.invars))
             is_backward = backward or "transpose(" in _compat.name_stack(eqn)
             body = _compat.inlined_body(eqn)
+            batched = self.counts.batched(eqn, operands)
             if body is not None:
-                inner, inner_consts = _compat.open_jaxpr(_compat.close_jaxpr(body))
-                results = self.inline(inner, inner_consts, operands, is_backward)
+                body = _compat.close_jaxpr(body)
+                results = self.inline(body, operands, is_backward, eqn)
+            elif batched is not None:
+                results = self.inline(*batched, is_backward, eqn)
             else:
                 results = self.add(eqn, operands, is_backward)
             env.update(zip(eqn.outvars, results, strict=True))
@@ -154,15 +196,36 @@ class _Values:
     def add(
         self, eqn: Any, operands: tuple[Atom, ...], backward: bool
     ) -> tuple[int, ...]:
-        key = _merge_key(eqn, operands, self.same)
+        looks = self.builder.looks(eqn, operands)
+        key = None
+        if looks is not None and _may_merge(eqn):
+            key = (
+                id(looks),
+                *(self.same.get(a, a) for a in operands if isinstance(a, int)),
+            )
         equal = self.seen.get(key) if key is not None else None
         if equal is not None and any(isinstance(atom, int) for atom in operands):
             return equal
         kind, bodies, counts = self.control_flow(eqn, backward)
         outputs = tuple(self.new(v.aval) for v in eqn.outvars)
-        self.nodes.append(Node(eqn, operands, outputs, backward, kind, bodies, counts))
+        rule = self.builder.rule(eqn, looks) if kind == "op" else None
+        self.nodes.append(
+            Node(
+                eqn=eqn,
+                inputs=operands,
+                outputs=outputs,
+                backward=backward,
+                kind=kind,
+                bodies=bodies,
+                counts=counts,
+                rule=rule,
+                kinds=tuple(map(self.kind, operands)),
+            )
+        )
         if self.makes_zeros(eqn, operands):
             self.zeros.update(outputs)
+        if len(outputs) == 1:
+            self.counts.equation(eqn, operands, outputs[0])
         if equal is not None:
             self.same.update(zip(outputs, equal, strict=True))
         elif key is not None:
@@ -173,7 +236,7 @@ class _Values:
         self, eqn: Any, backward: bool
     ) -> tuple[str, tuple[Program, ...], tuple[int, int]]:
         def body(jaxpr: Any) -> Program:
-            return self.builder.build(_compat.close_jaxpr(jaxpr), backward)
+            return self.builder.build(_compat.close_jaxpr(jaxpr), backward, eqn)
 
         params = eqn.params
         if eqn.primitive is _compat.scan_p:
@@ -186,41 +249,45 @@ class _Values:
             return "cond", tuple(map(body, params["branches"])), (0, 0)
         if eqn.primitive is _compat.remat_p:
             return "remat", (body(params["jaxpr"]),), (0, 0)
+        if eqn.primitive.name in _compat.CUSTOM:
+            return "custom", (body(params["call_jaxpr"]),), (0, 0)
         if eqn.primitive.name == "optimization_barrier":
             return "barrier", (), (0, 0)
+        if eqn.primitive is constrain_p:
+            return "constrain", (), (0, 0)
         return "op", (), (0, 0)
+
+    def kind(self, atom: Atom) -> str:
+        if isinstance(atom, int):
+            return ZERO if atom in self.zeros else VALUE
+        return ZERO if np.ndim(atom.val) == 0 and bool(atom.val == 0) else LITERAL
 
     def makes_zeros(self, eqn: Any, operands: tuple[Atom, ...]) -> bool:
         passes_on = ("broadcast_in_dim", "convert_element_type", "reshape", "copy")
         if eqn.primitive.name not in passes_on or not operands:
             return False
-        first = operands[0]
-        if isinstance(first, Literal):
-            return np.ndim(first.val) == 0 and bool(first.val == 0)
-        return first in self.zeros
+        return self.kind(operands[0]) == ZERO
 
 
-def _merge_key(
-    eqn: Any, operands: tuple[Atom, ...], same: dict[int, int]
-) -> Hashable | None:
-    """Equal keys mean equal results; None if the equation must not be merged."""
+def _may_merge(eqn: Any) -> bool:
+    """Whether one of several equal equations can stand for all."""
     if eqn.effects or eqn.primitive.name in ("optimization_barrier", "name"):
-        return None
-    if any(hasattr(p, "eqns") or hasattr(p, "jaxpr") for p in eqn.params.values()):
-        return None
+        return False
+    return not any(
+        hasattr(p, "eqns") or hasattr(p, "jaxpr") for p in eqn.params.values()
+    )
 
-    def operand_key(atom: Atom) -> Hashable:
-        if isinstance(atom, int):
-            return same.get(atom, atom)
-        value = np.asarray(atom.val) if np.isscalar(atom.val) else atom.val
-        return type(atom.val), str(atom.aval), value.tobytes()
 
+def _looks(eqn: Any, operands: Sequence[Atom]) -> Hashable | None:
+    """Equal for equations that do the same, and so have one rule; None: unknown."""
     try:
         key = (
             eqn.primitive,
-            tuple(map(operand_key, operands)),
+            tuple(v.aval for v in eqn.invars),
+            tuple(_literal_looks(a) for a in operands if not isinstance(a, int)),
+            tuple(isinstance(a, int) for a in operands),
             tuple(sorted(eqn.params.items())),
-            str([v.aval for v in eqn.outvars]),
+            tuple(v.aval for v in eqn.outvars),
         )
         hash(key)
     except (TypeError, AttributeError):
@@ -228,8 +295,13 @@ def _merge_key(
     return key
 
 
-def _live(
-    nodes: list[Node], constants: list[tuple[int, Any]], outputs: Sequence[Atom]
+def _literal_looks(literal: Literal) -> Hashable:
+    value = np.asarray(literal.val) if np.isscalar(literal.val) else literal.val
+    return literal.aval, type(literal.val), value.tobytes()
+
+
+def live(
+    nodes: Sequence[Node], constants: Sequence[tuple[int, Any]], outputs: Sequence[Atom]
 ) -> tuple[tuple[Node, ...], tuple[tuple[int, Any], ...]]:
     """The nodes and constants that some output or effect needs."""
     needed = {v for v in outputs if isinstance(v, int)}

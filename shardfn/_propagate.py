@@ -5,17 +5,19 @@ what consumers want of each value and which unreduced values should be reduced w
 they are made. A few rounds settle; any round's decisions are a correct plan.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
+from shardfn._constrain import constrained, wanted
+from shardfn._control import NOTHING_ASKED, Control
 from shardfn._control_flow import FlowSite, Solved
 from shardfn._decide import Decision, OpSite, elements
 from shardfn._phase import FORWARD, node_phases
 from shardfn._plan import BodyPlan
 from shardfn._program import Atom, Node, Program, aval_of
 from shardfn._review import Reviewed, review
-from shardfn._rule import OpShardingRule, rule_of
+from shardfn._rule import OpShardingRule
 from shardfn._sharding import Axes, Sharding, Split, Unreduced
 from shardfn._split_again import split_again
 from shardfn._steps import plan_steps
@@ -32,12 +34,14 @@ class Solver:
       axes: the mesh axes.
       small: unreduced values with fewer elements are reduced as late as possible: they
         cost latency, not bytes.
+      control: which sums of loops to leave unreduced until after them.
     """
 
     axes: Axes
     small: int
+    control: Control
     memo: dict[Any, Solved] = field(default_factory=dict)
-    rules: dict[int, OpShardingRule | None] = field(default_factory=dict)
+    ops: dict[Hashable, Decision] = field(default_factory=dict)
 
     def solve(
         self,
@@ -75,11 +79,14 @@ class Solver:
             ).solve()
         return self.memo[key]
 
-    def rule(self, node: Node) -> OpShardingRule | None:
-        key = id(node.eqn)
-        if key not in self.rules:
-            self.rules[key] = rule_of(node.eqn)
-        return self.rules[key]
+
+class _Decided(NamedTuple):
+    """What an op was last decided from, and how."""
+
+    states: tuple[Sharding, ...]
+    wants: tuple[Wants, ...]
+    settled: tuple[tuple[bool, ...], ...]
+    decision: Decision
 
 
 @dataclass(slots=True)
@@ -93,6 +100,7 @@ class _Body:
     out_wants: Sequence[Wants]
     keep: Sequence[bool]
     phase: str
+    last: dict[Node, _Decided] = field(default_factory=dict)
 
     def solve(self) -> Solved:
         reviewed = Reviewed({}, frozenset())
@@ -131,7 +139,6 @@ class _Body:
             self.out_wants,
             self.keep,
             self.solver.axes,
-            self.solver.rule,
         )
 
     @property
@@ -172,98 +179,145 @@ class _Body:
         reviewed: Reviewed,
         phase: str,
     ) -> Decision:
-        program, axes = self.program, self.solver.axes
-        states = [self.state(env, a) for a in node.inputs]
-        operand_avals = [aval_of(program, a) for a in node.inputs]
-        result_avals = [program.avals[v] for v in node.outputs]
-        wants = [reviewed.wants.get(v, self.nothing) for v in node.outputs]
+        states = tuple(self.state(env, a) for a in node.inputs)
+        wants = tuple(reviewed.wants.get(v, self.nothing) for v in node.outputs)
+        settled = tuple(self.settled(v, reviewed) for v in node.outputs)
+        if node.kind != "op":
+            decision = self.flow(node, states, wants, reviewed, phase)
+            return self.settle(node, decision, wants, settled, states)
+        if node.rule is None:
+            decision = self.fallback(node, states)
+            return self.settle(node, decision, wants, settled, states)
+        # Equal layers are decided once: one rule object stands for equal equations.
+        last = self.last.get(node)
+        if last is not None and last[:3] == (states, wants, settled):
+            return last.decision
+        key = id(node.rule), states, wants, settled, node.kinds
+        if key not in self.solver.ops:
+            decision = self.op(node, node.rule, states, wants)
+            self.solver.ops[key] = self.settle(node, decision, wants, settled, states)
+        decision = self.solver.ops[key]
+        self.last[node] = _Decided(states, wants, settled, decision)
+        return decision
+
+    def op(
+        self,
+        node: Node,
+        rule: OpShardingRule,
+        states: Sequence[Sharding],
+        wants: Sequence[Wants],
+    ) -> Decision:
+        site = OpSite(
+            rule=rule,
+            operand_avals=self.operand_avals(node),
+            result_avals=self.result_avals(node),
+            states=states,
+            wants=wants,
+            kinds=node.kinds,
+            axes=self.solver.axes,
+            small=self.solver.small,
+        )
+        operands, results, parts = site.decide()
+        made = tuple(results)
+        return Decision(tuple(operands), made, made, tuple(parts))
+
+    def fallback(self, node: Node, states: Sequence[Sharding]) -> Decision:
+        """An op without a rule runs on whole operands."""
+        replicated = self.solver.axes.replicated
+        whole = (replicated,) * len(node.inputs)
+        made = (replicated,) * len(node.outputs)
+        gathers = not node.eqn.effects and any(s != replicated for s in states)
+        return Decision(whole, made, made, fallback=gathers)
+
+    def flow(
+        self,
+        node: Node,
+        states: tuple[Sharding, ...],
+        wants: tuple[Wants, ...],
+        reviewed: Reviewed,
+        phase: str,
+    ) -> Decision:
         if node.kind == "barrier":
-            made = tuple(states)
-            decision = Decision(made, made, made, wants=tuple(wants))
-        elif node.kind != "op":
-            decision = FlowSite(
-                node=node,
-                operand_avals=operand_avals,
-                result_avals=result_avals,
-                states=states,
-                wants=wants,
-                operand_wants=[
-                    reviewed.wants.get(a, self.nothing)
-                    if isinstance(a, int)
-                    else self.nothing
-                    for a in node.inputs
-                ],
-                keep=[self.may_keep(node, v, reviewed) for v in node.outputs],
-                axes=axes,
-                small=self.solver.small,
-                phase=phase,
-                solve=self.solver.solve,
-                rule=self.solver.rule,
-            ).decide()
-            made = decision.made
-        elif (rule := self.solver.rule(node)) is None:
-            whole = [axes.replicated] * len(node.inputs)
-            made = (axes.replicated,) * len(node.outputs)
-            gathers = not node.eqn.effects and any(s != axes.replicated for s in states)
-            decision = Decision(tuple(whole), made, made, fallback=gathers)
-        else:
-            site = OpSite(
-                rule=rule,
-                operand_avals=operand_avals,
-                result_avals=result_avals,
-                states=states,
-                wants=wants,
-                zeros=[isinstance(a, int) and a in program.zeros for a in node.inputs],
-                axes=axes,
-                small=self.solver.small,
-            )
-            operands, results, parts = site.decide()
-            made = tuple(results)
-            decision = Decision(tuple(operands), made, made, tuple(parts))
-        settled = [
-            self.settle(v, state, want, reviewed)
-            for v, state, want in zip(node.outputs, made, wants, strict=True)
-        ]
-        if node.kind == "op":
-            settled = split_again(
-                self.solver.rule(node),
-                decision.operands,
-                states,
-                settled,
-                result_avals,
-                wants,
-                axes,
-            )
-        return replace(decision, settled=tuple(settled))
+            return Decision(states, states, states, wants=wants)
+        if node.kind == "constrain":
+            made = constrained(node.eqn, states[0], self.solver.axes)
+            back = wanted(node.eqn, made, wants[0])
+            return Decision((made,), (made,), (made,), wants=(back,))
+        return FlowSite(
+            node=node,
+            operand_avals=self.operand_avals(node),
+            result_avals=self.result_avals(node),
+            states=states,
+            wants=wants,
+            operand_wants=[
+                reviewed.wants.get(a, self.nothing)
+                if isinstance(a, int)
+                else self.nothing
+                for a in node.inputs
+            ],
+            keep=[self.may_keep(node, v, reviewed) for v in node.outputs],
+            axes=self.solver.axes,
+            small=self.solver.small,
+            phase=phase,
+            solve=self.solver.solve,
+            control=self.solver.control,
+        ).decide()
+
+    def operand_avals(self, node: Node) -> list[Any]:
+        return [aval_of(self.program, a) for a in node.inputs]
+
+    def result_avals(self, node: Node) -> list[Any]:
+        return [self.program.avals[v] for v in node.outputs]
 
     def may_keep(self, node: Node, value: int, reviewed: Reviewed) -> bool:
         """Whether a result of control flow may leave it unreduced.
 
         What a loop makes in every iteration may if it is small, and is then reduced
-        once, after the loop.
+        once, after the loop. A custom derivative takes cotangents of whole results.
         """
+        if node.kind == "custom":
+            return False
         if node.kind != "remat":
             return elements(self.program.avals[value]) < self.solver.small
         axes = range(len(self.solver.axes.names))
         return all((value, axis) not in reviewed.settled for axis in axes)
 
+    def settled(self, value: int, reviewed: Reviewed) -> tuple[bool, ...]:
+        """Per mesh axis, whether `value` is to be reduced where it is made."""
+        axes = range(len(self.solver.axes.names))
+        return tuple((value, axis) in reviewed.settled for axis in axes)
+
     def settle(
-        self, value: int, made: Sharding, wants: Wants, reviewed: Reviewed
-    ) -> Sharding:
-        """Reduces a result where it is made, unless it is to stay unreduced."""
-        kept = {
-            axis
-            for axis, s in enumerate(made)
-            if s == Unreduced("sum") and (value, axis) not in reviewed.settled
-        }
-        if all(not isinstance(s, Unreduced) or a in kept for a, s in enumerate(made)):
-            return made
-        aval = self.program.avals[value]
-        done = reduced(made, wants, aval, self.solver.axes)
-        return tuple(
-            m if a in kept else d
-            for a, (m, d) in enumerate(zip(made, done, strict=True))
-        )
+        self,
+        node: Node,
+        decision: Decision,
+        wants: Sequence[Wants],
+        settled: Sequence[Sequence[bool]],
+        states: Sequence[Sharding],
+    ) -> Decision:
+        """Reduces results where they are made, unless they are to stay unreduced."""
+        axes, avals = self.solver.axes, self.result_avals(node)
+        out = [
+            _settle(*result, axes)
+            for result in zip(decision.made, avals, wants, settled, strict=True)
+        ]
+        if node.kind == "op":
+            out = split_again(
+                node.rule, decision.operands, states, out, avals, wants, axes
+            )
+        return replace(decision, settled=tuple(out))
+
+
+def _settle(
+    made: Sharding, aval: Any, wants: Wants, settled: Sequence[bool], axes: Axes
+) -> Sharding:
+    kept = [
+        s == Unreduced("sum") and not now for s, now in zip(made, settled, strict=True)
+    ]
+    if all(k or not isinstance(s, Unreduced) for k, s in zip(kept, made, strict=True)):
+        return made
+    done = reduced(made, wants, aval, axes)
+    return tuple(m if k else d for k, m, d in zip(kept, made, done, strict=True))
 
 
 def propagate(
@@ -272,6 +326,7 @@ def propagate(
     required: Sequence[Sharding | None],
     axes: Axes,
     small: int,
+    control: Control = NOTHING_ASKED,
 ) -> BodyPlan:
     """Plans a whole step.
 
@@ -281,11 +336,12 @@ def propagate(
       required: sharding of every output that is given (the state's); None for others.
       axes: the mesh axes.
       small: elements below which unreduced values are reduced as late as possible.
+      control: what is asked of the sums that loops accumulate.
 
     Returns:
       The plan of the step, before any schedule pass.
     """
-    solver = Solver(axes, small)
+    solver = Solver(axes, small, control)
     wants = [
         tuple(frozenset({s}) if isinstance(s, Split) else frozenset({None}) for s in r)
         if r is not None

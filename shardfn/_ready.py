@@ -1,8 +1,7 @@
 """What a call must look like to run a compiled step at once, without looking closer.
 
 In: the leaves of a call. Out: the leaves to run on, or None: then the long way finds
-  out
-what they are, places them, or says what is wrong with them.
+out what they are, places them, or says what is wrong with them.
 """
 
 from collections.abc import Sequence
@@ -38,14 +37,11 @@ class Ready:
 
     def takes(self, state: Sequence[Any]) -> bool:
         """Whether the state's leaves are stored as the step wants them, and alive."""
+        arrays = _compat.CONCRETE_ARRAYS
         for x, shape, sharding in zip(state, self.shapes, self.shardings, strict=True):
-            if (
-                type(x) not in _compat.CONCRETE_ARRAYS
-                or x.shape != shape
-                or x.is_deleted()
-            ):
+            if type(x) not in arrays or x.shape != shape or x.is_deleted():
                 return False
-            if x.sharding is not sharding and x.sharding != sharding:
+            if x.sharding != sharding:
                 return False
         return all(logical_shape(state[i]) == shape for i, shape in self.padded)
 

@@ -52,6 +52,7 @@ def reshard_path(
 
     Moves that shrink the value come first and gathers last, so that a gradient over two
     axes is reduce-scattered over one and then all-reduced over the other as a shard.
+    Minor axes, which are the fast ones, shrink first and gather last.
     """
     path = [start]
     while path[-1] != end:
@@ -68,7 +69,7 @@ def _shrink(
     now: Sharding, end: Sharding, shape: Sequence[int], axes: Axes
 ) -> Sharding | None:
     """Scatters, slices, or exchanges one axis towards its final split, if it may."""
-    for axis in range(len(axes.names)):
+    for axis in reversed(range(len(axes.names))):
         state, goal = now[axis], end[axis]
         if not isinstance(goal, Split) or state == goal:
             continue
@@ -129,7 +130,7 @@ def _gather(
     now: Sharding, end: Sharding, shape: Sequence[int], axes: Axes
 ) -> Sharding | None:
     """Gathers the most minor axis of a dimension whose split is not the final one."""
-    for axis in reversed(range(len(axes.names))):
+    for axis in range(len(axes.names)):
         state = now[axis]
         if not isinstance(state, Split) or axes_of(now, state.dim)[-1] != axis:
             continue

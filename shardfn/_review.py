@@ -1,12 +1,11 @@
 """The backward half of propagation: what consumers want of every value.
 
 In: a program and every node's decision. Out: per value, the shardings that its
-  consumers
-take without a move, and the unreduced values that should be reduced where they are
-made.
+consumers take without a move, and the unreduced values that should be reduced where
+they are made.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,7 +41,6 @@ def review(
     out_wants: Sequence[Wants],
     keep: Sequence[bool],
     axes: Axes,
-    rule: Callable[[Node], OpShardingRule | None],
 ) -> Reviewed:
     """Goes through the program backwards, from what is wanted of its outputs."""
     pass_ = _Pass(program, env, axes)
@@ -54,11 +52,8 @@ def review(
     ):
         for value in node.outputs:
             pass_.born(value)
-        pass_.node(node, decision, rule)
-    wants = {
-        v: tuple(map(frozenset, sets)) for v, sets in pass_.wants.items() if any(sets)
-    }
-    return Reviewed(wants, frozenset(pass_.settled))
+        pass_.node(node, decision)
+    return Reviewed(pass_.wants, frozenset(pass_.settled))
 
 
 @dataclass(slots=True)
@@ -68,13 +63,14 @@ class _Pass:
     `late` holds, per unreduced value, the bytes to move if it is left to its consumers
     (an all-reduce moves twice what a reduce-scatter does), `blocked` the values of
     which some consumer needs the sum, `merges` those that a consumer adds to another
-    unreduced value.
+    unreduced value. Equal wants are one object: there are many values.
     """
 
     program: Program
     env: dict[int, Sharding]
     axes: Axes
-    wants: dict[int, list[set[Split | None]]] = field(default_factory=dict)
+    wants: dict[int, Wants] = field(default_factory=dict)
+    known: dict[Wants, Wants] = field(default_factory=dict)
     settled: set[Place] = field(default_factory=set)
     late: dict[Place, float] = field(default_factory=dict)
     cost: dict[Place, float] = field(default_factory=dict)
@@ -82,8 +78,10 @@ class _Pass:
     merges: set[Place] = field(default_factory=set)
 
     def add(self, value: int, axis: int, want: Split | None) -> None:
-        sets = self.wants.setdefault(value, [set() for _ in self.axes.names])
-        sets[axis].add(want)
+        old = self.wants.get(value, (frozenset(),) * len(self.axes.names))
+        if want not in old[axis]:
+            new = (*old[:axis], old[axis] | {want}, *old[axis + 1 :])
+            self.wants[value] = self.known.setdefault(new, new)
 
     def unreduced(self, value: int, axis: int) -> bool:
         return isinstance(self.env[value][axis], Unreduced)
@@ -126,19 +124,13 @@ class _Pass:
                 self.settled.add(place)
                 self.merges.discard(place)
 
-    def node(
-        self,
-        node: Node,
-        decision: Decision,
-        rule_of: Callable[[Node], OpShardingRule | None],
-    ) -> None:
-        rule = rule_of(node) if node.kind == "op" else None
+    def node(self, node: Node, decision: Decision) -> None:
         for axis in range(len(self.axes.names)):
             self.terms(node, decision, axis)
             if node.kind != "op":
                 self.flow(node, decision, axis)
-            elif rule is not None:
-                self.op(node, decision, rule, axis)
+            elif node.rule is not None:
+                self.op(node, decision, node.rule, axis)
             else:
                 for atom in node.inputs:
                     if isinstance(atom, int):
@@ -177,6 +169,7 @@ class _Pass:
         self, node: Node, decision: Decision, rule: OpShardingRule, axis: int
     ) -> None:
         chosen = any(a == axis for _, a in decision.parts)
+        filled = filled_factors(rule, decision.parts, self.axes)
         for i, atom in enumerate(node.inputs):
             if not isinstance(atom, int) or not elements(self.program.avals[atom]):
                 continue
@@ -186,7 +179,6 @@ class _Pass:
             elif chosen and state is None:
                 self.add(atom, axis, None)
             elif not chosen:
-                filled = filled_factors(rule, decision.parts, self.axes)
                 self.passed_back(node, rule, i, atom, axis, filled)
 
     def passed_back(
@@ -201,7 +193,7 @@ class _Pass:
         """What consumers of the results want, in terms of operand `i`."""
         for dims, result in zip(rule.results, node.outputs, strict=True):
             sets = self.wants.get(result)
-            for want in sorted(sets[axis], key=repr) if sets else ():
+            for want in sets[axis] if sets else ():
                 through = _through(rule, dims, rule.operands[i], want, filled)
                 self.add(atom, axis, through)
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Primitive
 
+from shardfn import _compat
 from shardfn._sharding import flat_start
 
 Dim = tuple[str, ...]
@@ -67,8 +68,7 @@ class OpShardingRule:
         Returns:
           The factor, or None if none is left.
         """
-        sizes = dict(self.sizes)
-        return next((f for f in dims[dim] if sizes[f] != 1 and f not in filled), None)
+        return _major(dims[dim], dict(self.sizes), filled)
 
     def dim_of(self, dims: tuple[Dim, ...], factor: str) -> int | None:
         """The dimension in which `factor` stands, or None."""
@@ -79,10 +79,11 @@ class OpShardingRule:
         factors in `filled` being split down to single elements already."""
         if factor in self.whole:
             return False
+        sizes = dict(self.sizes)
         for dims in (*self.operands, *self.results):
-            dim = self.dim_of(dims, factor)
-            if dim is not None and self.major(dims, dim, filled) != factor:
-                return False
+            for dim in dims:
+                if factor in dim and _major(dim, sizes, filled) != factor:
+                    return False
         reduced = self.reducer(factor) is not None
         return reduced or all(
             self.dim_of(dims, factor) is not None for dims in self.results
@@ -109,6 +110,13 @@ class OpShardingRule:
         if self.whole:
             text += f"  whole={{{', '.join(sorted(self.whole))}}}"
         return text.strip()
+
+
+def _major(dim: Dim, sizes: Mapping[str, int], filled: frozenset[str]) -> str | None:
+    for factor in dim:
+        if sizes[factor] != 1 and factor not in filled:
+            return factor
+    return None
 
 
 def factor_names(count: int, start: int = 0) -> tuple[str, ...]:
@@ -241,6 +249,7 @@ class LocalOp:
 
     def bind(self, *operands: jax.Array, **params: Any) -> Sequence[jax.Array]:
         """Runs the primitive on local operands, some parameters replaced."""
+        operands = tuple(_compat.varying_alike(operands))
         out = self.eqn.primitive.bind(*operands, **{**self.eqn.params, **params})
         return out if self.eqn.primitive.multiple_results else [out]
 
@@ -300,6 +309,13 @@ def register_rule(
 
     Returns:
       A decorator for a function from an equation to its `OpShardingRule`.
+
+    Example:
+      >>> from jax.extend.core import Primitive
+      >>> distances_p = Primitive("distances")  # [B, D], [N, D] -> [B, N]
+      >>> @register_rule(distances_p)
+      ... def rule(eqn):
+      ...     return make_rule(eqn, ["bd", "nd"], ["bn"], reduce="d")
     """
 
     def register(rule: RuleFn) -> RuleFn:

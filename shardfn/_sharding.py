@@ -50,11 +50,14 @@ Sharding = tuple[AxisSharding, ...]
 
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """The mesh axes that are sharded over, major to minor, and their sizes in
-    devices."""
+    """The mesh axes that are sharded over, major to minor, and their sizes in devices.
+
+    `mesh` is all axes of the mesh and their sizes, in its order; empty if not known.
+    """
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
+    mesh: tuple[tuple[str, int], ...] = ()
 
     @property
     def replicated(self) -> Sharding:

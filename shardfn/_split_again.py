@@ -1,8 +1,7 @@
 """Splits the batch again after an op that needs it whole.
 
 In: an op that gathered the batch and the shardings of its results. Out: those
-  shardings,
-split where the batch lies in them.
+shardings, split where the batch lies in them.
 """
 
 from collections.abc import Sequence

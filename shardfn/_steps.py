@@ -1,8 +1,7 @@
 """Decisions written out as a straight-line plan: where each value is moved and used.
 
 In: a program and every node's decision. Out: a `BodyPlan` with one `Reshard` in front
-  of
-each use in another sharding; schedule passes then share, delay or hoist them.
+of each use in another sharding; schedule passes then share, delay or hoist them.
 """
 
 from collections.abc import Sequence
@@ -131,7 +130,7 @@ def without_origin(sharding: Sharding) -> Sharding:
 
 
 def same_blocks(a: Sharding, b: Sharding) -> bool:
-    return without_origin(a) == without_origin(b)
+    return a == b or without_origin(a) == without_origin(b)
 
 
 def _times(node: Node) -> int | None:

@@ -5,21 +5,31 @@ In: pytrees as users hold them. Out: leaves on logical shapes, and arrays as sto
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import (
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    SingleDeviceSharding,
+)
 
-from shardfn import _compat
+from shardfn import _compat, _processes
 from shardfn._arguments import Leaf, leaves_of
+from shardfn._auto import AutoSplit, fitting, full_spec
+from shardfn._control import NOTHING_ASKED, Control
 from shardfn._errors import ShardingError, called, step_name
 from shardfn._padding import logical_shape, remember, to_stored, to_whole
-from shardfn._partition import partition
-from shardfn._sharding import Axes, Sharding, partition_spec, stored_shape
+from shardfn._partition import partition, with_moments
+from shardfn._sharding import Axes, Sharding, stored_shape
 
 Shapes = tuple[tuple[int, ...], ...]
+Kind = tuple[Shapes, tuple[AutoSplit, ...]]
+"""Logical shapes of a state's leaves, and how automatic mesh axes split them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,18 +40,46 @@ class Storage:
     over its own axes and XLA's over all others; on an explicit mesh the types of the
     caller's arrays would have to name both, also under `jax.jit`.
 
-    `shapes` remembers the logical shapes of the padded states it has seen, by structure
-    and stored shapes: a state that went through `jax.tree.map` is still recognised.
+    `kinds` remembers the states it has seen, by structure and stored shapes: a padded
+    state that went through `jax.tree.map` is still recognised, and so are the automatic
+    axes of a state whose types do not name them.
     """
 
     mesh: Mesh
     given: Mesh
     axes: Axes
     min_size: int
-    shapes: dict[tuple[Any, Shapes], list[Shapes]] = field(default_factory=dict)
+    control: Control = NOTHING_ASKED
+    kinds: dict[tuple[Any, Shapes], list[Kind]] = field(default_factory=dict)
 
-    def named(self, sharding: Sharding) -> NamedSharding:
-        return NamedSharding(self.mesh, partition_spec(sharding, self.axes))
+    def on(self, mesh: Mesh) -> "Storage":
+        """The same on another mesh with the same axis names."""
+        axes = axes_over(mesh, self.axes.names)
+        return Storage(automatic(mesh), mesh, axes, self.min_size, self.control)
+
+    def abstract(self, leaves: Sequence[Leaf]) -> list[jax.ShapeDtypeStruct]:
+        """The leaves as arguments without values, still split over automatic axes."""
+        whole = self.axes.replicated
+        return [
+            jax.ShapeDtypeStruct(
+                leaf.aval.shape,
+                leaf.aval.dtype,
+                weak_type=leaf.aval.weak_type,
+                sharding=self.named(leaf, whole) if leaf.auto else None,
+            )
+            for leaf in leaves
+        ]
+
+    @property
+    def auto_sizes(self) -> dict[str, int]:
+        """The mesh axes that XLA partitions over, and their sizes."""
+        own = self.axes.names
+        return {name: n for name, n in self.mesh.shape.items() if name not in own}
+
+    def named(self, leaf: Leaf, sharding: Sharding) -> NamedSharding:
+        """The sharding that stores a leaf, or feeds one of the batch."""
+        auto = fitting(leaf.auto or (), leaf.aval.shape, sharding, self.axes)
+        return NamedSharding(self.mesh, full_spec(sharding, auto, self.axes))
 
     def partition(self, leaves: Sequence[Leaf]) -> tuple[Sharding, ...]:
         """The stored sharding of every leaf."""
@@ -50,53 +88,67 @@ class Storage:
             [leaf.aval for leaf in leaves],
             self.axes,
             self.min_size,
+            [leaf.auto for leaf in leaves],
+            self.control,
         )
+
+    def batch_leaves(self, batch: tuple[Any, ...]) -> tuple[list[Leaf], Any]:
+        """The leaves of the arguments that are not state, and their structure."""
+        return leaves_of(batch, "batch", self.auto_sizes)
 
     def leaves(self, states: tuple[Any, ...]) -> tuple[tuple[Leaf, ...], Any]:
         """The leaves of whole or stored states on logical shapes, and their
         structure."""
-        leaves, treedef = leaves_of(states, "state")
-        leaves = self._all_told(states, leaves, treedef)
-        shapes = tuple(leaf.aval.shape for leaf in leaves)
-        stored = tuple(self.stored_aval(leaf, s).shape for leaf, s in self.each(leaves))
-        known = self.shapes.get((treedef, shapes), ())
-        if known and not self.is_told(jax.tree.leaves(states), shapes):
-            if len(known) > 1:
+        leaves, treedef = leaves_of(states, "state", self.auto_sizes)
+        arrays = jax.tree.leaves(states)
+        raw = tuple(map(jnp.shape, arrays))
+        known = self.kinds.get((treedef, raw), [])
+        leaves = self._all_told(leaves, raw, known)
+        shapes = _shapes(leaves)
+        if known and shapes == raw and not self.is_told(arrays):
+            one, *two = dict.fromkeys(shapes for shapes, _ in known)
+            if two:
                 raise ShardingError(
-                    f"the state could be one with leaves of shapes {list(known[0])} or "
-                    f"{list(known[1])}: both are stored in these arrays.\n{called()}"
+                    f"the state could be one with leaves of shapes {list(one)} or "
+                    f"{list(two[0])}: both are stored in these arrays.\n{called()}"
                     "Make another ShardedStep with fully_shard for the other state."
                 )
-            return tuple(
-                Leaf(leaf.path, _reshaped(leaf.aval, shape))
-                for leaf, shape in zip(leaves, known[0], strict=True)
-            ), treedef
-        entry = self.shapes.setdefault((treedef, stored), [])
-        if shapes not in entry:
-            entry.append(shapes)
-        return tuple(leaves), treedef
+            leaves = list(map(_with_shape, leaves, one))
+        leaves = _split_as_known(arrays, leaves, known)
+        return self._note_kind(leaves, treedef), treedef
+
+    def _note_kind(self, leaves: Sequence[Leaf], treedef: Any) -> tuple[Leaf, ...]:
+        """Gives moments their parameters' automatic axes, and notes the leaves."""
+        autos = with_moments(
+            [leaf.path for leaf in leaves],
+            [leaf.aval.shape for leaf in leaves],
+            [leaf.auto for leaf in leaves],
+        )
+        leaves = [replace(x, auto=a) for x, a in zip(leaves, autos, strict=True)]
+        stored = tuple(self.stored_aval(leaf, s).shape for leaf, s in self.each(leaves))
+        kinds = self.kinds.setdefault((treedef, stored), [])
+        kind = _shapes(leaves), tuple(autos)
+        if kind in kinds:
+            kinds.remove(kind)
+        kinds.append(kind)
+        return tuple(leaves)
 
     def _all_told(
-        self, states: tuple[Any, ...], leaves: list[Leaf], treedef: Any
+        self, leaves: list[Leaf], raw: Shapes, known: Sequence[Kind]
     ) -> list[Leaf]:
         """Leaves that are told their logical shapes tell those of the traced others."""
-        raw = tuple(jnp.shape(x) for x in jax.tree.leaves(states))
-        shapes = tuple(leaf.aval.shape for leaf in leaves)
-        known = self.shapes.get((treedef, raw), ())
-        fitting = [
+        shapes = _shapes(leaves)
+        told = {
             k
-            for k in known
+            for k, _ in known
             if all(x in (r, s) for x, r, s in zip(shapes, raw, k, strict=True))
-        ]
-        if shapes == raw or len(fitting) != 1:
+        }
+        if shapes == raw or len(told) != 1:
             return leaves
-        return [
-            Leaf(leaf.path, _reshaped(leaf.aval, shape))
-            for leaf, shape in zip(leaves, fitting[0], strict=True)
-        ]
+        return list(map(_with_shape, leaves, told.pop()))
 
-    def is_told(self, arrays: Sequence[Any], shapes: Shapes) -> bool:
-        """Whether the arrays themselves say that `shapes` are their leaves' shapes."""
+    def is_told(self, arrays: Sequence[Any]) -> bool:
+        """Whether the arrays themselves say what the shapes of their leaves are."""
         meshes = self.mesh, self.given
         placed = (any(_is_on(m, x) for m in meshes) for x in arrays if jnp.ndim(x))
         return not all(placed) or any(logical_shape(x) is not None for x in arrays)
@@ -110,7 +162,7 @@ class Storage:
             stored_shape(leaf.aval.shape, sharding, self.axes),
             leaf.aval.dtype,
             weak_type=leaf.aval.weak_type,
-            sharding=self.named(sharding),
+            sharding=self.named(leaf, sharding),
         )
 
     def place(
@@ -140,7 +192,7 @@ class Storage:
 
     def place_leaf(self, x: Any, leaf: Leaf, sharding: Sharding) -> jax.Array:
         is_traced = _compat.is_traced(x)
-        named = self.named(sharding)
+        named = self.named(leaf, sharding)
         is_placed = isinstance(x, jax.Array) and not is_traced and x.sharding == named
         if is_placed and x.shape == self.stored_aval(leaf, sharding).shape:
             return x
@@ -159,7 +211,7 @@ class Storage:
     ) -> tuple[tuple[int, tuple[int, ...]], ...]:
         """Positions and logical shapes of the stored arrays that have to carry them:
         the padded ones, and all if another known state is stored in the same shapes."""
-        shared = len(self.shapes.get((treedef, shapes), ())) > 1
+        shared = len({k for k, _ in self.kinds.get((treedef, shapes), ())}) > 1
         return tuple(
             (i, leaf.aval.shape)
             for i, (shape, leaf) in enumerate(zip(shapes, leaves, strict=True))
@@ -186,15 +238,38 @@ class Storage:
             for x in out
         ]
 
+    def whole_on(self, process: int, states: tuple[Any, ...]) -> Any:
+        """Stored states with every leaf whole on a device of one process, None on
+        others. Leaf by leaf, every device holds one whole leaf for a moment."""
+        leaves, treedef = self.leaves(states)
+        everywhere = jax.jit(
+            lambda x: x, out_shardings=NamedSharding(self.mesh, PartitionSpec())
+        )
+        arrays = []
+        for x, (leaf, sharding) in zip(
+            jax.tree.leaves(states), self.each(leaves), strict=True
+        ):
+            own = everywhere(x).addressable_data(0)
+            if _processes.index() == process:
+                arrays.append(to_whole(own, leaf.aval.shape, sharding))
+        return jax.tree.unflatten(treedef, arrays) if arrays else None
+
     def whole(self, states: tuple[Any, ...]) -> Any:
         """Stored states with every leaf whole on the first device of the mesh."""
         leaves, treedef = self.leaves(states)
+        if any(not x.is_fully_addressable for x in _placed(states)):
+            raise ShardingError(
+                "the devices of the mesh belong to several processes, and none of "
+                f"them holds the state.\n{called()}"
+                "Pass process=0, in all of them, to put it together on that one, or "
+                "save it with shardfn.checkpoint, which puts nothing together."
+            )
         device = SingleDeviceSharding(self.mesh.devices.flat[0])
         one = Mesh(self.mesh.devices.flat[:1], ("_",), axis_types=(AxisType.Auto,))
         traced = any(map(_compat.is_traced, jax.tree.leaves(states)))
         with contextlib.nullcontext() if traced else jax.set_mesh(one):
             arrays = [
-                to_whole(jax.device_put(x, device), leaf.aval.shape, sharding)
+                to_whole(_moved(x, device), leaf.aval.shape, sharding)
                 for x, (leaf, sharding) in zip(
                     jax.tree.leaves(states), self.each(leaves), strict=True
                 )
@@ -210,7 +285,7 @@ class Storage:
             jax.tree.leaves(batch), leaves, shardings, strict=True
         ):
             _check_values(x, leaf, "batch")
-            named = self.named(sharding)
+            named = self.named(leaf, sharding)
             is_array = isinstance(x, jax.Array)
             stays = _compat.is_traced(x) or not leaf.aval.shape
             if stays or (is_array and x.sharding == named):
@@ -218,6 +293,18 @@ class Storage:
             else:
                 placed.append(jax.device_put(x, named))
         return placed
+
+
+def axes_over(mesh: Mesh, names: tuple[str, ...]) -> Axes:
+    """The mesh axes `names` of a mesh."""
+    sizes = tuple(mesh.shape[n] for n in names)
+    return Axes(names, sizes, tuple(mesh.shape.items()))
+
+
+def _placed(states: Any) -> list[jax.Array]:
+    """The leaves that are arrays with values."""
+    leaves = jax.tree.leaves(states)
+    return [x for x in leaves if isinstance(x, _compat.CONCRETE_ARRAYS)]
 
 
 def automatic(mesh: Mesh) -> Mesh:
@@ -233,10 +320,38 @@ def _is_on(mesh: Mesh, x: Any) -> bool:
     return _compat.is_traced(x)
 
 
-def _reshaped(
-    aval: jax.ShapeDtypeStruct, shape: tuple[int, ...]
-) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=aval.weak_type)
+def _moved(x: Any, device: SingleDeviceSharding) -> Any:
+    """`x` on one device, in a buffer of its own: that of `x` may be donated."""
+    moved = jax.device_put(x, device)
+    is_traced = _compat.is_traced(x)
+    return jnp.copy(moved) if not is_traced and x.is_fully_replicated else moved
+
+
+def _split_as_known(
+    arrays: Sequence[Any], leaves: list[Leaf], known: Sequence[Kind]
+) -> list[Leaf]:
+    """Leaves with the automatic axes that their state had when it was last seen, where
+    their own types do not name any: those of tracers on a mesh without explicit axes.
+    """
+    for shapes, autos in reversed(known):
+        if shapes == _shapes(leaves) and all(
+            leaf.auto in (None, auto) for leaf, auto in zip(leaves, autos, strict=True)
+        ):
+            return [
+                replace(leaf, auto=auto) if _compat.is_traced(x) else leaf
+                for x, leaf, auto in zip(arrays, leaves, autos, strict=True)
+            ]
+    return leaves
+
+
+def _shapes(leaves: Sequence[Leaf]) -> Shapes:
+    return tuple(leaf.aval.shape for leaf in leaves)
+
+
+def _with_shape(leaf: Leaf, shape: tuple[int, ...]) -> Leaf:
+    aval = leaf.aval
+    like = jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=aval.weak_type)
+    return replace(leaf, aval=like)
 
 
 def _check_values(x: Any, leaf: Leaf, what: str = "state") -> None:

@@ -97,17 +97,36 @@ def _jaxpr(
     split: Sequence[Sharding],
     axes: Axes,
 ) -> tuple[Any, Any]:
-    """The jaxpr of a global step, or else of a per-device one."""
+    """The jaxpr of a global step, or else of a per-device one.
+
+    A step that names a mesh axis is per device. One that fails on the global batch may
+    be too, if it spells out local shapes before it names an axis: it is if it works so.
+    """
+    local = as_global(step, axes, split, len(states))
     try:
         return jax.make_jaxpr(step, return_shape=True)(states, batch)
     except NameError as error:
         _check_axis(error, axes)
-    step = as_global(step, axes, split, len(states))
+    except jax.errors.UnexpectedTracerError:
+        raise
+    except (TypeError, ValueError) as error:
+        try:
+            return jax.make_jaxpr(local, return_shape=True)(states, batch)
+        except Exception:
+            raise error from None
     try:
-        return jax.make_jaxpr(step, return_shape=True)(states, batch)
+        return jax.make_jaxpr(local, return_shape=True)(states, batch)
     except NameError as error:
         _check_axis(error, axes)
         raise
+    except (AssertionError, NotImplementedError) as error:
+        raise ShardingError(
+            f"{step_name()} is written per device, and JAX cannot batch one of its "
+            f"collectives over all devices: {str(error) or type(error).__name__}.\n"
+            f"{called()}"
+            "Where it gathers or permutes over several mesh axes at once, name them "
+            "one by one: lax.all_gather(lax.all_gather(x, 'data'), 'replica')."
+        ) from error
 
 
 def _check_axis(error: NameError, axes: Axes) -> None:

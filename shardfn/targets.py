@@ -13,6 +13,8 @@ import importlib.metadata
 import math
 import os
 import re
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -51,6 +53,45 @@ class Target:
     memory_bandwidth: float
     link_bandwidth: float
     network_bandwidth: float
+
+    def matmul_rate(self, dtype: str) -> float:
+        """Peak FLOP/s of matmuls at JAX's default precision.
+
+        GPUs run float32 operands as TF32, at half the rate of bfloat16 in the same data
+        sheets; TPUs round them to bfloat16.
+
+        Args:
+          dtype: of the operands.
+
+        Returns:
+          FLOP/s. Dtypes of one byte are taken at the rate of bfloat16.
+        """
+        slow = self.platform == "cuda" and dtype in ("float32", "float64")
+        return self.flops / 2 if slow else self.flops
+
+    def transfer_seconds(self, sent: float, coords: Sequence[Sequence[int]]) -> float:
+        """Seconds that a ring of devices needs, if nothing else uses its links.
+
+        A GPU's ring that spans hosts crosses each host's edge over the network cards of
+        all its devices there. A TPU's uses the links along the torus dimensions that it
+        extends over.
+
+        Args:
+          sent: bytes that each device sends.
+          coords: `Device.coords` of the devices of one group.
+
+        Returns:
+          Seconds at the rates of the data sheets.
+        """
+        if self.platform == "cuda":
+            hosts = Counter(tuple(c[:2]) for c in coords)
+            if len(hosts) == 1:
+                return sent / self.link_bandwidth
+            network = self.network_bandwidth * min(hosts.values())
+            return sent / min(self.link_bandwidth, network)
+        dims = len(self.topology.rpartition(":")[2].split("x"))
+        used = sum(len(set(along)) > 1 for along in zip(*coords, strict=True))
+        return sent / (self.link_bandwidth * min(max(used, 1), dims) / dims)
 
 
 def _figures(

@@ -10,3 +10,4 @@ from shardfn._rules import reduction as reduction
 from shardfn._rules import reshape as reshape
 from shardfn._rules import shape as shape
 from shardfn._rules import sorting as sorting
+from shardfn._rules import windows as windows

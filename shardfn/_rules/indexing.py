@@ -1,4 +1,4 @@
-"""Rules of gathers, scatters and dynamic slices.
+"""Rules of gathers and scatters.
 
 In: an equation that reads or writes at computed indices. Out: dimensions that are read
 or written in full mapped, indexed ones whole, and the dimensions of the index array
@@ -22,7 +22,7 @@ from shardfn._rules._names import (
     shape_of,
     take,
 )
-from shardfn._rules.shape import partly_changed
+from shardfn._rules.windows import picks_few
 
 
 def _local_sizes(op: LocalOp, sizes: Sequence[int]) -> tuple[int, ...]:
@@ -35,12 +35,26 @@ def _local_sizes(op: LocalOp, sizes: Sequence[int]) -> tuple[int, ...]:
 
 def _gather_local(op: LocalOp, *operands: jax.Array) -> Sequence[jax.Array]:
     sizes = _local_sizes(op, op.eqn.params["slice_sizes"])
-    return op.bind(*operands, slice_sizes=sizes)
+    x, indices = operands
+    looked_up = op.eqn.params["dimension_numbers"].start_index_map
+    factors = [op.rule.operands[0][d][0] for d in looked_up]
+    starts = [op.start(f) if op.rule.reducer(f) else 0 for f in factors]
+    if all(isinstance(start, int) for start in starts):
+        return op.bind(x, indices, slice_sizes=sizes)
+    # Where a device does not hold an element, it gives zero.
+    ends = [shape_of(op.eqn)[d] - op.eqn.params["slice_sizes"][d] for d in looked_up]
+    indices = jnp.clip(indices.astype(jnp.int32), 0, jnp.asarray(ends, jnp.int32))
+    indices = indices - jnp.stack([jnp.asarray(s, jnp.int32) for s in starts])
+    fill = {"mode": jax.lax.GatherScatterMode.FILL_OR_DROP, "fill_value": 0}
+    return op.bind(x, indices, slice_sizes=sizes, **fill)
 
 
 @register_rule(*primitives("gather"), local=_gather_local)
 def _gather(eqn: JaxprEqn) -> OpShardingRule:
-    """`a b, c d -> c b  whole={a, d}` for rows of a matrix, `x[indices]`."""
+    """`a b, c d -> c b  whole={a, d}` for rows of a matrix, `x[indices]`.
+
+    If they are few, `reduce={a}`: each device gives those that it holds, else zeros.
+    """
     numbers = eqn.params["dimension_numbers"]
     slice_sizes = eqn.params["slice_sizes"]
     names = fresh_names()
@@ -57,12 +71,12 @@ def _gather(eqn: JaxprEqn) -> OpShardingRule:
         ),
     )
     whole = {indices[-1]}
-    offsets = []
+    offsets, looked_up = [], []
     for d, size in enumerate(shape_of(eqn)):
         if d in numbers.operand_batching_dims:
             continue
         if d in numbers.collapsed_slice_dims:
-            whole.add(operand[d])
+            looked_up.append(operand[d])
         elif slice_sizes[d] == size:
             offsets.append(operand[d])
         else:
@@ -73,8 +87,15 @@ def _gather(eqn: JaxprEqn) -> OpShardingRule:
         next(windows) if d in numbers.offset_dims else next(batch)
         for d in range(len(result_shape(eqn)))
     ]
-    linear = [[0]] if _fill_is_linear(eqn) else []
-    return make_rule(eqn, [operand, indices], [result], whole=whole, linear=linear)
+    reducer = None if "FILL" in eqn.params["mode"].name else picks_few(eqn)
+    return make_rule(
+        eqn,
+        [operand, indices],
+        [result],
+        reduce=dict.fromkeys(looked_up, reducer) if reducer else {},
+        whole=whole if reducer else whole | {*looked_up},
+        linear=[[0]] if _fill_is_linear(eqn) else [],
+    )
 
 
 def _indices(
@@ -180,33 +201,4 @@ def _scatter(
         reduce=dict.fromkeys(batch, reducer) if reducer else {},
         whole=whole if reducer else whole | set(batch),
         linear=linear,
-    )
-
-
-def _dynamic_slice_local(op: LocalOp, *operands: jax.Array) -> Sequence[jax.Array]:
-    sizes = _local_sizes(op, op.eqn.params["slice_sizes"])
-    return op.bind(*operands, slice_sizes=sizes)
-
-
-@register_rule(*primitives("dynamic_slice"), local=_dynamic_slice_local)
-def _dynamic_slice(eqn: JaxprEqn) -> OpShardingRule:
-    """`a b, , -> a c  whole={b, c}` for a slice of dimension 1 at scalar starts."""
-    rule = partly_changed(eqn)
-    return make_rule(eqn, rule.operands, rule.results, whole=rule.whole, linear=[[0]])
-
-
-@register_rule(*primitives("dynamic_update_slice"))
-def _dynamic_update_slice(eqn: JaxprEqn) -> OpShardingRule:
-    """`a b, a c, , -> a b  whole={b, c}` for an update within dimension 1."""
-    names = fresh_names()
-    operand = take(names, len(shape_of(eqn)))
-    sizes = zip(operand, shape_of(eqn), shape_of(eqn, 1), strict=True)
-    update = [name if size == part else next(names) for name, size, part in sizes]
-    starts = [()] * (len(eqn.invars) - 2)
-    return make_rule(
-        eqn,
-        [operand, update, *starts],
-        [operand],
-        whole=set(operand) ^ set(update),
-        linear=[[0, 1]],
     )

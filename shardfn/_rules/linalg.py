@@ -17,7 +17,7 @@ from shardfn._rules._names import (
     shape_of,
     take,
 )
-from shardfn._rules.shape import partly_changed
+from shardfn._rules.windows import partly_changed
 
 _OF_A_MATRIX = (
     "cholesky eig eigh geqp3 geqrf hessenberg householder_product lu qr schur svd "
@@ -93,7 +93,11 @@ def _stacked(
 
 @register_rule(*primitives("fft"))
 def _fft(eqn: JaxprEqn) -> OpShardingRule:
-    """`a b -> a c  whole={b, c}` for a transform of the last dimension."""
+    """`a b -> a c  whole={b, c}` for a transform of the last dimension.
+
+    It is linear, but sums do not pass: XLA:CPU lets a reduce-scatter behind a transform
+    choose the memory order in front of it, which its transform then refuses to run.
+    """
     batch = len(shape_of(eqn)) - len(eqn.params["fft_lengths"])
     changed = [d >= batch for d in range(len(shape_of(eqn)))]
-    return partly_changed(eqn, changed, linear="each")
+    return partly_changed(eqn, changed)

@@ -28,13 +28,18 @@ def _reshape_local(op: LocalOp, operand: jax.Array) -> Sequence[jax.Array]:
 
 @register_rule(*primitives("reshape"), local=_reshape_local)
 def _reshape(eqn: JaxprEqn) -> OpShardingRule:
-    """`(a b) c -> a (b c)` for `(6, 4) -> (2, 12)`. Flattened blocks do not change."""
+    """`(a b) c -> a (b c)` for `(6, 4) -> (2, 12)`. Flattened blocks do not change.
+
+    With `dimensions`, those of the operand are read in that order: `c (a b) -> ...`.
+    """
     shape, result = shape_of(eqn), result_shape(eqn)
-    if eqn.params["dimensions"] is not None or 0 in shape:
+    order = eqn.params["dimensions"] or tuple(range(len(shape)))
+    if 0 in shape:
         names = factor_names(len(shape) + len(result))
         sides = [names[: len(shape)]], [names[len(shape) :]]
         return make_rule(eqn, *sides, whole=names)
-    before, after, sizes, whole = common_factors(shape, result)
+    read, after, sizes, whole = common_factors([shape[d] for d in order], result)
+    before = [dims for _, dims in sorted(zip(order, read, strict=True))]
     return make_rule(
         eqn,
         [before],
@@ -42,7 +47,7 @@ def _reshape(eqn: JaxprEqn) -> OpShardingRule:
         sizes=sizes,
         whole=whole,
         linear="each",
-        flat=bool(shape and result),
+        flat=bool(shape and result) and list(order) == sorted(order),
     )
 
 

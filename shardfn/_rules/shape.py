@@ -1,4 +1,4 @@
-"""Rules of ops that rearrange elements: broadcast, reshape, transpose, slice, pad, ...
+"""Rules of ops that rearrange elements: broadcast, transpose, concatenate, ...
 
 In: an equation whose result holds elements of its operands, elsewhere. Out: the
 dimensions that are carried along mapped; the ones that are cut or joined whole.
@@ -69,52 +69,6 @@ def _rev(eqn: JaxprEqn) -> OpShardingRule:
     names = factor_names(len(shape_of(eqn)))
     whole = [names[d] for d in eqn.params["dimensions"]]
     return make_rule(eqn, [names], [names], whole=whole, linear="each")
-
-
-def _slice_local(op: LocalOp, operand: jax.Array) -> Sequence[jax.Array]:
-    limits = [
-        limit if dim[0] in op.rule.whole else size
-        for limit, dim, size in zip(
-            op.eqn.params["limit_indices"],
-            op.rule.operands[0],
-            operand.shape,
-            strict=True,
-        )
-    ]
-    return op.bind(operand, limit_indices=tuple(limits))
-
-
-@register_rule(*primitives("slice"), local=_slice_local)
-def _slice(eqn: JaxprEqn) -> OpShardingRule:
-    """`a b -> a c  whole={b, c}` for a slice of dimension 1."""
-    return partly_changed(eqn, linear="each")
-
-
-@register_rule(*primitives("pad"))
-def _pad(eqn: JaxprEqn) -> OpShardingRule:
-    """`a b, -> a c  whole={b, c}` for a padded dimension 1."""
-    padded = [any(config) for config in eqn.params["padding_config"]]
-    return partly_changed(eqn, padded, linear="all")
-
-
-def partly_changed(
-    eqn: JaxprEqn, changed: Sequence[bool] | None = None, linear: str = ""
-) -> OpShardingRule:
-    """The rule of an op on one array and scalars that cuts or extends some dimensions.
-
-    By default those are the dimensions whose size changes.
-    """
-    shape, result = shape_of(eqn), result_shape(eqn)
-    if changed is None:
-        changed = [n != m for n, m in zip(shape, result, strict=True)]
-    names = fresh_names()
-    before = take(names, len(shape))
-    after = [
-        next(names) if new else name for name, new in zip(before, changed, strict=True)
-    ]
-    scalars = [()] * (len(eqn.invars) - 1)
-    whole = set(before) ^ set(after)
-    return make_rule(eqn, [before, *scalars], [after], whole=whole, linear=linear)
 
 
 @register_rule(*primitives("concatenate"))

@@ -1,29 +1,32 @@
-"""Moves out of a loop what is the same in every iteration.
+"""Moves out of a loop what is the same in every iteration, and out of a call its moves.
 
-In: a scan or while step whose body moves loop constants. Out: the moves, in front of
-  the
-loop, and the loop. Weights that a body gathers in every iteration leave it only if all
-of them together are small: a recurrent cell's do, a whole model's in a loop over
-microbatches do not.
+In: a scan, while or custom step whose body moves constants. Out: the moves, in front of
+the step, and the step. Weights that a body gathers in every iteration leave a loop only
+if all of them together are small: a recurrent cell's do, a whole model's in a loop over
+microbatches do not, unless `reshard_after_forward` says so. Out of a call they always
+move: the compiler inlines it, and would merge them with equal moves outside.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from shardfn._carry import LOOP_BYTES
-from shardfn._plan import Apply, BodyPlan, Ref, Reshard, Step
+from shardfn._control import Control
+from shardfn._phase import mixes_passes
+from shardfn._plan import Apply, BodyPlan, Ref, Reshard, Step, reads, without_move
 from shardfn._program import Program
-from shardfn._sharding import Axes
 
 
-def hoist(program: Program, step: Apply, axes: Axes) -> list[Step]:
-    """The loop `step` with what moves out of it in front."""
+def hoist(program: Program, step: Apply, control: Control) -> list[Step]:
+    """`step` with what moves out of its body in front."""
     node = program.nodes[step.node]
-    if node.kind == "remat" or node.kind == "cond":
+    if node.kind not in ("scan", "while", "custom"):
         return [step]
-    body = 0 if node.kind == "scan" else 1
-    first = 0 if node.kind == "scan" else node.counts[0]
-    count = node.counts[0] if node.kind == "scan" else node.counts[1]
+    body, first = (1, node.counts[0]) if node.kind == "while" else (0, 0)
+    count = {"scan": node.counts[0], "while": node.counts[1]}.get(
+        node.kind, len(node.inputs)
+    )
     plan = step.bodies[body]
     constants = {v: i for i, v in enumerate(node.bodies[body].inputs[:count])}
     found = [
@@ -34,9 +37,9 @@ def hoist(program: Program, step: Apply, axes: Axes) -> list[Step]:
         and s.source.value in constants
         and _is_only_use(plan, s)
     ]
-    weights = sum(math.prod(s.shape) * s.itemsize for _, s in found if s.gathers_state)
-    if weights > LOOP_BYTES:
-        found = [(i, s) for i, s in found if not s.gathers_state]
+    if node.kind != "custom":
+        leaving = _leaving(node.bodies[body], [s for _, s in found], control)
+        found = [(i, s) for i, s in found if s in leaving]
     out: list[Step] = []
     for i, move in found:
         operand = step.operands[first + i]
@@ -50,6 +53,27 @@ def hoist(program: Program, step: Apply, axes: Axes) -> list[Step]:
     return [*out, replace(step, bodies=bodies)]
 
 
+def _leaving(
+    body: Program, moves: Sequence[Reshard], control: Control
+) -> list[Reshard]:
+    """The moves of loop constants that leave the loop.
+
+    A gather that is to be repeated after the forward pass stays in a loop that holds
+    both passes, one that is not leaves every loop; the others leave if they are small.
+    """
+    out, others = [], []
+    mixes = mixes_passes(body)
+    for move in moves:
+        leaf = body.leaf(move.source.value)
+        asked = control.of(leaf).reshard_after_forward
+        if not move.gathers_state or asked is False:
+            out.append(move)
+        elif not (asked is True and mixes):
+            others.append(move)
+    small = sum(math.prod(s.shape) * s.itemsize for s in others) <= LOOP_BYTES
+    return [*out, *others] if small else out
+
+
 def _fresh(step: Apply, operand: Ref, i: int) -> int:
     """A version number that no other step uses: one range per loop and constant."""
     return 1_000_000 * (step.node + 1) + 1_000 * i + operand.version
@@ -57,38 +81,17 @@ def _fresh(step: Apply, operand: Ref, i: int) -> int:
 
 def _is_only_use(plan: BodyPlan, move: Reshard) -> bool:
     """Whether nothing in the body needs the constant as it comes in."""
-    for step in plan.steps:
-        if isinstance(step, Reshard):
-            if step is not move and move.source in (step.source, step.after):
-                return False
-        elif move.source in step.operands:
-            return False
-    return move.source not in plan.outputs
+    if any(move.source in reads(step) for step in plan.steps if step != move):
+        return False
+    return move.source not in (*plan.outputs, *plan.exports)
 
 
 def _without(plan: BodyPlan, move: Reshard, i: int) -> BodyPlan:
     """The body taking constant `i` as moved."""
 
-    def renamed(ref: Ref | None) -> Ref | None:
-        return move.source if ref == move.result else ref
-
-    steps: list[Step] = []
-    for step in plan.steps:
-        if isinstance(step, Reshard):
-            if step.result == move.result:
-                continue
-            source, after = renamed(step.source), renamed(step.after)
-            assert source is not None
-            steps.append(replace(step, source=source, after=after))
-        else:
-            steps.append(replace(step, operands=tuple(map(renamed, step.operands))))
+    plan = without_move(plan, move, move.source)
     inputs = tuple(move.path[-1] if j == i else s for j, s in enumerate(plan.inputs))
-    return replace(
-        plan,
-        inputs=inputs,
-        steps=tuple(steps),
-        outputs=tuple(map(renamed, plan.outputs)),
-    )
+    return replace(plan, inputs=inputs)
 
 
 def _with_operand(step: Apply, position: int, ref: Ref, move: Reshard) -> Apply:

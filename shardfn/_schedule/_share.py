@@ -8,58 +8,70 @@ tied to a recent value so that the compiler cannot merge them behind the plan's 
 import math
 from dataclasses import dataclass, field, replace
 
-from shardfn._plan import Apply, BodyPlan, Ref, Reshard, Step
+from shardfn._control import Control
+from shardfn._plan import Apply, BodyPlan, Ref, Reshard, Step, reading, reads
 from shardfn._program import Program
-from shardfn._sharding import Axes, Sharding, Split
+from shardfn._sharding import Sharding, Split
 
 
-def share(
-    program: Program, body: BodyPlan, axes: Axes, unit: bool, in_loop: bool
-) -> BodyPlan:
+def share(program: Program, body: BodyPlan, control: Control, unit: bool) -> BodyPlan:
     """Merges equal moves of one body.
 
     Args:
       program: the body's program.
       body: its plan; plans inside it are left alone.
-      axes: the mesh axes.
+      control: which gathers to repeat in the backward pass.
       unit: the body is one layer in one pass: what it gathers, it keeps to its end.
-      in_loop: the body runs once per iteration of a loop.
 
     Returns:
       The plan with shared and repeated moves.
     """
-    sharing = _Sharing(program, axes, unit, in_loop)
+    sharing = _Sharing(program, control, unit)
     for step in body.steps:
         sharing.add(step)
-    outputs = tuple(sharing.name(r) for r in body.outputs)
-    return replace(body, steps=tuple(sharing.steps), outputs=outputs)
+    return replace(
+        body,
+        steps=tuple(sharing.steps),
+        outputs=tuple(None if r is None else sharing.name(r) for r in body.outputs),
+        exports=tuple(map(sharing.name, body.exports)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """What a move made, in which phase, and the bytes that had been gathered when it
+    was last used."""
+
+    ref: Ref
+    phase: str
+    last: int
 
 
 @dataclass(slots=True)
 class _Sharing:
     """State while one body's steps are rewritten.
 
-    `gathered` counts the bytes gathered so far; a gather is repeated if more than its
-    own bytes were gathered since the value's last use. `tokens` are results that a
+    `gathered` counts the bytes gathered so far; unless the user said otherwise, a
+    gather is repeated if more than its own bytes were gathered since the value's last
+    use. `tokens` are results that a
     repeated gather can wait for, the newest last; `fence` is how many of them existed
     when the step before the last gather's was reached, so that a gather may run one
     step ahead.
     """
 
     program: Program
-    axes: Axes
+    control: Control
     unit: bool
-    in_loop: bool
     steps: list[Step] = field(default_factory=list)
     names: dict[Ref, Ref] = field(default_factory=dict)
-    made: dict[tuple[Ref, Sharding], tuple[Ref, int]] = field(default_factory=dict)
+    made: dict[tuple[Ref, Sharding], _Made] = field(default_factory=dict)
     uses: dict[Ref, tuple[Ref, Sharding]] = field(default_factory=dict)
     gathered: int = 0
     tokens: list[Ref] = field(default_factory=list)
     fence: int = 0
 
-    def name(self, ref: Ref | None) -> Ref | None:
-        return None if ref is None else self.names.get(ref, ref)
+    def name(self, ref: Ref) -> Ref:
+        return self.names.get(ref, ref)
 
     def add(self, step: Step) -> None:
         if isinstance(step, Apply):
@@ -68,12 +80,12 @@ class _Sharing:
             self.reshard(step)
 
     def apply(self, step: Apply) -> None:
-        operands = tuple(map(self.name, step.operands))
-        for ref in operands:
+        renamed = reading(step, self.name)
+        for ref in reads(renamed):
             if ref in self.uses:
                 key = self.uses[ref]
-                self.made[key] = (ref, self.gathered)
-        self.steps.append(replace(step, operands=operands))
+                self.made[key] = replace(self.made[key], last=self.gathered)
+        self.steps.append(renamed)
         self.gathered += sum(map(gathered_bytes, step.bodies)) * (step.times or 1)
         node = self.program.nodes[step.node]
         for value, sharding in zip(node.outputs, step.result_shardings, strict=True):
@@ -81,25 +93,33 @@ class _Sharing:
                 self.tokens.append(Ref(value))
 
     def reshard(self, step: Reshard) -> None:
-        source = self.name(step.source)
-        assert source is not None
-        step = replace(step, source=source, after=self.name(step.after))
-        key = source, step.path[-1]
-        size = math.prod(step.shape) * step.itemsize
+        renamed = reading(step, self.name)
+        assert isinstance(renamed, Reshard)
+        step = renamed
+        key = step.source, step.path[-1]
         if key in self.made:
-            ref, then = self.made[key]
-            near = self.unit or self.gathered - then <= size
-            if near or not step.gathers_state:
-                self.names[step.result] = ref
-                self.made[key] = (ref, self.gathered)
+            made = self.made[key]
+            if self.shares(step, made):
+                self.names[step.result] = made.ref
+                self.made[key] = replace(made, last=self.gathered)
                 return
             step = replace(step, after=self.token(step))
         self.steps.append(step)
         if step.gathers_state:
-            self.gathered += size
+            self.gathered += math.prod(step.shape) * step.itemsize
             self.fence = len(self.tokens)
-        self.made[key] = (step.result, self.gathered)
+        self.made[key] = _Made(step.result, step.phase, self.gathered)
         self.uses[step.result] = key
+
+    def shares(self, step: Reshard, made: _Made) -> bool:
+        """Whether a move can be left out because an equal one was made before."""
+        leaf = self.program.leaf(step.source.value)
+        asked = self.control.of(leaf).reshard_after_forward
+        if not step.gathers_state or self.unit or asked is False:
+            return True
+        if asked is True and step.phase != made.phase:
+            return False
+        return self.gathered - made.last <= math.prod(step.shape) * step.itemsize
 
     def token(self, step: Reshard) -> Ref | None:
         """A value that a repeated gather waits for: the newest that existed when the

@@ -1,0 +1,15 @@
+"""`python -m shardfn`: see `shardfn._cli`, which needs the extra `cli`."""
+
+import sys
+
+try:
+    from shardfn._cli import main
+except ModuleNotFoundError as error:
+    if error.name not in ("rich", "tyro"):
+        raise
+    sys.exit(
+        f"error: the command line needs the package {error.name}, which is not "
+        "installed.\nRun: pip install shardfn[cli]"
+    )
+
+main()

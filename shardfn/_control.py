@@ -1,0 +1,195 @@
+"""What is asked of each leaf of the state: how it is gathered, kept and reduced.
+
+In: options of `fully_shard`, each a value or a mapping from path patterns to values.
+Out: a frozen `Control`, and from it one `LeafControl` per leaf.
+"""
+
+import fnmatch
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeVar
+
+import jax.numpy as jnp
+
+from shardfn._errors import ShardingError, call_site, called
+
+T = TypeVar("T")
+
+PerLeaf = T | Mapping[str, T]
+"""A value for all leaves, or values by path pattern."""
+
+Reshard = bool | Literal["auto"]
+Accumulate = Literal["auto", "scatter", "defer"]
+
+Choices = tuple[tuple[str, Any], ...]
+"""Path patterns and what they choose, the first match first."""
+
+SHOWN = 20
+"""State leaves that an error message lists."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeafControl:
+    """What is asked of one leaf; see the arguments of `fully_shard`."""
+
+    reshard_after_forward: Reshard = "auto"
+    gather_dtype: str | None = None
+    reduce_dtype: str | None = None
+    accumulate: Accumulate = "auto"
+    prefetch: int = 0
+    shard: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """What is asked of all leaves.
+
+    Attributes:
+      choices: `(option, ((pattern, value), ...))` for every option that differs from
+        its default, in the order of `LeafControl`'s fields.
+    """
+
+    choices: tuple[tuple[str, Choices], ...] = ()
+
+    def of(self, leaf: str) -> LeafControl:
+        """What is asked of the leaf at a path; "" for a value of no single leaf."""
+        return _of(self, leaf)
+
+    def check(self, leaves: Iterable[str]) -> None:
+        """Raises if a pattern names none of the state's leaves."""
+        names = list(leaves)
+        for option, choices in self.choices:
+            for pattern, _ in choices:
+                if not any(_matches(name, pattern) for name in names):
+                    more = f" and {len(names) - SHOWN} more" * (len(names) > SHOWN)
+                    raise ShardingError(
+                        f"{option} names '{pattern}', which matches no leaf of the "
+                        f"state.\n{called()}"
+                        f"The leaves are {', '.join(names[:SHOWN])}{more}. A pattern "
+                        "names leaves or subtrees; * stands for any characters."
+                    )
+
+    def check_axes(self, names: Sequence[str]) -> None:
+        """Raises if a leaf is to be sharded over something else than `names`."""
+        for _, over in dict(self.choices).get("shard", ()):
+            for name in over or ():
+                if name not in names:
+                    raise ShardingError(
+                        f"shard={over} names mesh axis '{name}', but fully_shard was "
+                        f"given axis={tuple(names)}.\n"
+                        f"  fully_shard was called at {call_site()}\n"
+                        "Shard the state over these axes, over some of them, or pass "
+                        "more of the mesh's as axis."
+                    )
+
+    def __str__(self) -> str:
+        lines = []
+        for option, choices in self.choices:
+            each = (f"{v!r}" + f" for {p}" * (p != "*") for p, v in choices)
+            lines.append(f"{option}: {', '.join(each)}")
+        return "\n".join(lines)
+
+
+NOTHING_ASKED = Control()
+"""Every option as it is by default."""
+
+
+def make_control(**options: Any) -> Control:
+    """A `Control` of options as users write them.
+
+    Args:
+      **options: fields of `LeafControl`, each a value or a mapping from path patterns
+        to values.
+
+    Returns:
+      The control; equal for options that say the same.
+
+    Raises:
+      ShardingError: an option has no such value.
+    """
+    found = []
+    for field in fields(LeafControl):
+        given = options.pop(field.name, field.default)
+        named = given if isinstance(given, Mapping) else {"*": given}
+        choices = tuple(
+            (pattern, _CHECKS[field.name](field.name, value))
+            for pattern, value in named.items()
+        )
+        if any(value != field.default for _, value in choices):
+            found.append((field.name, choices))
+    if options:
+        raise TypeError(f"unknown options {sorted(options)}")
+    return Control(tuple(found))
+
+
+@functools.cache
+def _of(control: Control, leaf: str) -> LeafControl:
+    chosen: dict[str, Any] = {}
+    for option, choices in control.choices:
+        for pattern, value in choices:
+            if _matches(leaf, pattern):
+                chosen[option] = value
+                break
+    return LeafControl(**chosen)
+
+
+def _matches(leaf: str, pattern: str) -> bool:
+    """Whether `pattern` names the leaf, or a subtree that it lies in."""
+    whole = fnmatch.fnmatchcase(leaf, pattern)
+    return whole or fnmatch.fnmatchcase(leaf, f"{pattern}/*")
+
+
+def _one_of(*allowed: Any) -> Callable[[str, Any], Any]:
+    def check(option: str, value: Any) -> Any:
+        for known in allowed:
+            if type(value) is type(known) and value == known:
+                return value
+        _refuse(option, value, ", ".join(map(repr, allowed)))
+
+    return check
+
+
+def _floating(option: str, value: Any) -> str | None:
+    if value is None:
+        return None
+    try:
+        dtype = jnp.dtype(value)
+    except TypeError:
+        dtype = None
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        _refuse(option, value, "None or a floating-point dtype such as 'bfloat16'")
+    return str(dtype)
+
+
+def _axes(option: str, value: Any) -> tuple[str, ...] | None:
+    names = (value,) if isinstance(value, str) else value
+    if names is None or names is False:
+        return None if names is None else ()
+    if not isinstance(names, tuple) or not all(isinstance(n, str) for n in names):
+        _refuse(option, value, "a mesh axis, a tuple of mesh axes, False or None")
+    return names
+
+
+def _count(option: str, value: Any) -> int:
+    if type(value) is not int or value < 0:
+        _refuse(option, value, "an integer that is not negative")
+    return value
+
+
+def _refuse(option: str, value: Any, allowed: str) -> Any:
+    raise ShardingError(
+        f"{option} cannot be {value!r}.\n  fully_shard was called at {call_site()}\n"
+        f"Pass {allowed}, or a mapping from path patterns to such values, as in "
+        f"{option}={{'params/layers/*': ...}}."
+    )
+
+
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "reshard_after_forward": _one_of(True, False, "auto"),
+    "gather_dtype": _floating,
+    "reduce_dtype": _floating,
+    "accumulate": _one_of("auto", "scatter", "defer"),
+    "prefetch": _count,
+    "shard": _axes,
+}

@@ -1,0 +1,363 @@
+"""Saving and restoring sharded states with Orbax, onto any mesh.
+
+In: a state as a sharded step stores it. Out: a directory of Orbax checkpoints that hold
+each leaf in its own shape and dtype, whatever mesh wrote it; and a state back, stored
+as another step on another mesh wants it, or whole on one device.
+
+Needs the extra `checkpoint`: `pip install shardfn[checkpoint]`.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from etils import epath
+from jax.sharding import SingleDeviceSharding
+
+from shardfn import _compat, _processes
+from shardfn._arguments import Leaf, leaves_of, path_name
+from shardfn._errors import call_site
+from shardfn._orbax import CHUNK_BYTES, StoredRestoreArgs, registry, uneven
+from shardfn._sharded_step import ShardedStep
+
+ITEM = "state"
+"""The name of the state's directory in a checkpoint."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be written, or does not fit the state to be restored."""
+
+
+class Checkpoints:
+    """The checkpoints of one training run: an Orbax `CheckpointManager` for a state
+    that a sharded step stores.
+
+    A checkpoint is written in the background and appears under its number when it is
+    complete. Each process writes the shards of its own devices, without gathering any:
+    it needs one copy of them in host memory, until they are written. A leaf is on disk
+    in its own shape and dtype, however it is stored, so that the checkpoint can be
+    restored onto any mesh, and read without shardfn.
+
+    Args:
+      directory: absolute path, or `gs://...`; made if it is not there.
+      step: the sharded step that the state belongs to. Without one, states are whole
+        arrays on one device.
+      options: of Orbax: how many checkpoints are kept, time limits, and so on.
+
+    Raises:
+      ValueError: `directory` is not absolute.
+
+    Example:
+      >>> import tempfile, jax, jax.numpy as jnp, shardfn
+      >>> from shardfn.checkpoint import Checkpoints
+      >>> mesh = jax.make_mesh((8,), ("data",))
+      >>> step = shardfn.fully_shard(lambda w, x: (w * x.mean(), x), mesh, min_size=0)
+      >>> with tempfile.TemporaryDirectory() as directory:
+      ...     with Checkpoints(directory, step) as checkpoints:
+      ...         checkpoints.save(100, step.init(lambda: jnp.arange(5.0)))
+      ...     with Checkpoints(directory) as checkpoints:  # on one device, later
+      ...         print(checkpoints.latest, checkpoints.restore(jnp.zeros(5)))
+      100 [0. 1. 2. 3. 4.]
+    """
+
+    def __init__(
+        self,
+        directory: str | epath.PathLike,
+        step: ShardedStep | None = None,
+        *,
+        options: ocp.CheckpointManagerOptions | None = None,
+    ) -> None:
+        self.directory = epath.Path(directory)
+        self.step = step
+        self._writing: int | None = None
+        if not str(directory).startswith(("/", "gs://", "s3://")):
+            raise ValueError(
+                f"the directory of checkpoints is '{directory}', which is relative.\n"
+                "Pass an absolute path, such as os.path.abspath(...): every process "
+                "has to find the same directory."
+            )
+        self._manager = ocp.CheckpointManager(
+            self.directory,
+            options=options,
+            item_handlers={ITEM: _handler()},
+        )
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.close()
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of the complete checkpoints, in order; one that is being written
+        is among them after `wait`, the next `save`, or `restore`."""
+        return sorted(n for n in self._manager.all_steps() if n != self._writing)
+
+    @property
+    def latest(self) -> int | None:
+        """The largest of `numbers`, or None."""
+        return max(self.numbers, default=None)
+
+    def save(
+        self, number: int, state: Any, extra: Mapping[str, Any] | None = None
+    ) -> None:
+        """Starts to write a checkpoint; waits first for an earlier one.
+
+        It comes back when the shards are copied to host memory: the state can be
+        donated to the next step at once. All processes have to call it.
+
+        Args:
+          number: the checkpoint's number, such as the count of steps taken.
+          state: the state, stored or whole.
+          extra: anything else that JSON can hold, such as the position in the data.
+
+        Returns:
+          None.
+
+        Raises:
+          CheckpointError: there is a checkpoint of that number, or two leaves of the
+            state have the same path.
+          Exception: what went wrong while an earlier checkpoint was written.
+        """
+        self.wait()
+        if number in self.numbers:
+            raise CheckpointError(
+                f"there is a checkpoint {number} in {self.directory} already.\n"
+                f"  save was called at {call_site()}\n"
+                "Give the new one another number, or delete the old one."
+            )
+        arrays, leaves, treedef = self._stored(state)
+        _check_names(leaves)
+        item = jax.tree.unflatten(treedef, _values(arrays, leaves))[0]
+        chunked = ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES)
+        args = ocp.args.PyTreeSave(
+            item, save_args=jax.tree.map(lambda _: chunked, item)
+        )
+        self._manager.save(
+            number,
+            args=ocp.args.Composite(**{ITEM: args}),
+            custom_metadata=dict(extra or {}),
+            force=True,
+        )
+
+    def restore(self, like: Any, number: int | None = None) -> Any:
+        """Reads a checkpoint into a state of the form of `like`.
+
+        Each process reads what its devices hold, a few leaves at a time. All processes
+        have to call it.
+
+        Args:
+          like: a state or its `ShapeDtypeStruct`s, whole or stored: the structure,
+            shapes and dtypes that the state has to have. `jax.eval_shape(create_state,
+            key)` gives one.
+          number: the checkpoint's number; the latest one without it.
+
+        Returns:
+          The state, stored as the step wants it, or whole on the first device if there
+          is no step. The values are those saved, to the bit.
+
+        Raises:
+          FileNotFoundError: there is no such checkpoint.
+          CheckpointError: leaves are missing from the checkpoint, are in the checkpoint
+            only, or have another shape or dtype; it lists them by path.
+        """
+        self.wait()
+        number = self._found(number)
+        leaves, treedef, targets = self._targets(like)
+        saved = self._saved(number)
+        _check_fit(leaves, saved, f"checkpoint {number} in {self.directory}")
+        read = self._read(number, leaves, targets, treedef)[::-1]
+        arrays = []
+        for leaf, target in zip(leaves, targets, strict=True):
+            x = read.pop() if _has_values(leaf) else _empty(target)
+            arrays.append(_compat.with_weak_type(x, True) if leaf.aval.weak_type else x)
+        if self.step is not None:
+            self.step.storage.remember(arrays, leaves, treedef)
+        return jax.tree.unflatten(treedef, arrays)[0]
+
+    def extra(self, number: int | None = None) -> dict[str, Any]:
+        """What was saved beside the state.
+
+        Args:
+          number: the checkpoint's number; the latest one without it.
+
+        Returns:
+          The `extra` of that `save`.
+
+        Raises:
+          FileNotFoundError: there is no such checkpoint.
+        """
+        return dict(self._manager.metadata(self._found(number)).custom_metadata)
+
+    def wait(self) -> None:
+        """Waits until no checkpoint is being written.
+
+        Returns:
+          None.
+
+        Raises:
+          Exception: what went wrong while one was written.
+        """
+        self._manager.wait_until_finished()
+        self._writing = None
+
+    def close(self) -> None:
+        """Waits as `wait` does, and releases the threads that write.
+
+        Returns:
+          None.
+        """
+        self._manager.close()
+
+    def _found(self, number: int | None) -> int:
+        numbers = self.numbers
+        if numbers and number is None:
+            return numbers[-1]
+        if number is None or number not in numbers:
+            raise FileNotFoundError(
+                f"there is no checkpoint {'' if number is None else f'{number} '}in "
+                f"{self.directory}; it has {numbers or 'none'}."
+            )
+        return number
+
+    def _stored(self, state: Any) -> tuple[list[jax.Array], Sequence[Leaf], Any]:
+        if self.step is not None:
+            return self.step.storage.place((state,))
+        leaves, treedef = leaves_of((state,), "state")
+        return [jnp.asarray(x) for x in jax.tree.leaves(state)], leaves, treedef
+
+    def _targets(self, like: Any) -> tuple[Sequence[Leaf], Any, list[Any]]:
+        """Leaves of a state, and the arrays that are to be filled."""
+        if self.step is not None:
+            storage = self.step.storage
+            leaves, treedef = storage.leaves((like,))
+            return (
+                leaves,
+                treedef,
+                [storage.stored_aval(leaf, s) for leaf, s in storage.each(leaves)],
+            )
+        leaves, treedef = leaves_of((like,), "state")
+        here = SingleDeviceSharding(_processes.own_device())
+        avals = [
+            jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype, sharding=here)
+            for x in leaves
+        ]
+        return leaves, treedef, avals
+
+    def _read(
+        self,
+        number: int,
+        leaves: Sequence[Leaf],
+        targets: Sequence[jax.ShapeDtypeStruct],
+        treedef: Any,
+    ) -> list[jax.Array]:
+        """The arrays of the leaves that have values."""
+        both = list(zip(leaves, targets, strict=True))
+        items = [target if _has_values(leaf) else None for leaf, target in both]
+        args = [_restore_args(*pair) if _has_values(pair[0]) else None for pair in both]
+        item, restore_args = (jax.tree.unflatten(treedef, x)[0] for x in (items, args))
+        with ocp.Checkpointer(_handler()) as checkpointer:
+            restored = checkpointer.restore(
+                self.directory / str(number) / ITEM,
+                args=ocp.args.PyTreeRestore(item, restore_args=restore_args),
+            )
+        return jax.tree.leaves(restored)
+
+    def _saved(self, number: int) -> "dict[str, _Saved]":
+        """What the checkpoint holds, by path."""
+        metadata = _handler().metadata(self.directory / str(number) / ITEM)
+        flat, _ = jax.tree_util.tree_flatten_with_path(metadata.tree)
+        return {
+            path_name(path): _Saved(tuple(x.shape), jnp.dtype(x.dtype))
+            for path, x in flat
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """A leaf as it is on disk; of PRNG keys, their words."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+    def __str__(self) -> str:
+        return f"{self.dtype.name}[{','.join(map(str, self.shape))}]"
+
+
+def _on_disk(aval: jax.ShapeDtypeStruct) -> _Saved:
+    if _compat.is_key(aval.dtype):
+        aval = jax.eval_shape(jax.random.key_data, aval)
+    return _Saved(aval.shape, jnp.dtype(aval.dtype))
+
+
+def _handler() -> ocp.PyTreeCheckpointHandler:
+    """Without compression no chunk is copied to be written: weights hardly compress."""
+    return ocp.PyTreeCheckpointHandler(
+        use_compression=False, type_handler_registry=registry()
+    )
+
+
+def _check_names(leaves: Sequence[Leaf]) -> None:
+    names = Counter(leaf.name.replace("/", ".") for leaf in leaves)
+    for leaf in leaves:
+        if names[leaf.name.replace("/", ".")] > 1:
+            raise CheckpointError(
+                f"two leaves of the state are called '{leaf.name}' on disk, where '.' "
+                f"stands between keys.\n  save was called at {call_site()}\n"
+                "Rename a key of the state, such as one that has a '.' or '/' in it."
+            )
+
+
+def _check_fit(leaves: Sequence[Leaf], saved: Mapping[str, _Saved], where: str) -> None:
+    """Lists every leaf that is not the same in the checkpoint and in the state."""
+    wanted = {leaf.name: _on_disk(leaf.aval) for leaf in leaves if _has_values(leaf)}
+    missing = [f"missing: '{k}' {v}" for k, v in wanted.items() if k not in saved]
+    extra = [f"in it only: '{k}' {v}" for k, v in saved.items() if k not in wanted]
+    other = [
+        f"different: '{k}' is {saved[k]}, and {v} in the state"
+        for k, v in wanted.items()
+        if k in saved and saved[k] != v
+    ]
+    if lines := [*missing, *extra, *other]:
+        raise CheckpointError(
+            f"{where} does not fit the state:\n    "
+            + "\n    ".join(lines)
+            + f"\n  restore was called at {call_site()}\n"
+            "Restore into a state of the form that was saved, and change it afterwards."
+        )
+
+
+def _has_values(leaf: Leaf) -> bool:
+    """Whether a leaf is on disk; arrays without elements are not."""
+    return 0 not in leaf.aval.shape
+
+
+def _empty(target: jax.ShapeDtypeStruct) -> jax.Array:
+    return jnp.zeros(target.shape, target.dtype, device=target.sharding)
+
+
+def _values(arrays: Sequence[jax.Array], leaves: Sequence[Leaf]) -> list[Any]:
+    """What Orbax is given to write for each leaf."""
+    shapes = [leaf.aval.shape for leaf in leaves]
+    odd = [i for i, x in enumerate(arrays) if x.shape != shapes[i]]
+    made = uneven([arrays[i] for i in odd], [shapes[i] for i in odd])
+    values: list[Any] = [
+        x if _has_values(leaf) else None for x, leaf in zip(arrays, leaves, strict=True)
+    ]
+    for i, leaf in zip(odd, made, strict=True):
+        values[i] = leaf
+    return values
+
+
+def _restore_args(leaf: Leaf, target: jax.ShapeDtypeStruct) -> ocp.RestoreArgs:
+    if not _compat.is_key(target.dtype):
+        return StoredRestoreArgs(
+            dtype=target.dtype, shape=leaf.aval.shape, stored=target
+        )
+    # Orbax knows from the checkpoint that these words are PRNG keys.
+    return ocp.ArrayRestoreArgs(restore_type=jax.Array, sharding=target.sharding)
