@@ -1,7 +1,4 @@
-"""Trains a small classifier with its state sharded over 8 CPU devices.
-
-Prints the plan (every collective of one step) and the loss while it falls.
-"""
+"""Trains a classifier, its state sharded over 8 CPU devices; prints plan and loss."""
 
 import flax.linen as nn
 import jax
@@ -48,9 +45,15 @@ def make_batch(key, size=256):
     return {"x": x, "y": jnp.argmax(x @ directions, axis=1)}
 
 
-state = train_step.init(create_state, jax.random.key(0))
-print(train_step.plan(state, make_batch(jax.random.key(2))))
-for i in range(100):
-    state, metrics = train_step(state, make_batch(jax.random.key(i + 2)))
-    if i % 20 == 0 or i == 99:
-        print(f"step {i:3d}  loss {float(metrics['loss']):.3f}")
+def planned():  # python -m shardfn plan examples/quickstart.py:planned --target h100:8
+    state = jax.eval_shape(create_state, jax.random.key(0))
+    return train_step, state, make_batch(jax.random.key(2))
+
+
+if __name__ == "__main__":
+    state = train_step.init(create_state, jax.random.key(0))
+    print(train_step.plan(state, make_batch(jax.random.key(2))))
+    for i in range(100):
+        state, metrics = train_step(state, make_batch(jax.random.key(i + 2)))
+        if i % 20 == 0 or i == 99:
+            print(f"step {i:3d}  loss {float(metrics['loss']):.3f}")

@@ -1,33 +1,22 @@
 """The training step as one would write it for one device; nothing here is sharded.
 
-In: a train state and a batch of `inputs_BxT` and `targets_BxT` (int32; a target of
-PADDING counts for nothing). Out: the new state and scalar metrics.
+In: a train state and a batch (see `data`). Out: the new state and metrics.
 """
 
-import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import optax
+from attention import PADDING
+from config import ModelConfig, OptimizerConfig
 from flax.training.train_state import TrainState
-from model import GPT, ModelConfig
+from models import Batch, make_model
 
-PADDING = -1
-
-Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
 
 
-@dataclasses.dataclass(frozen=True)
-class OptimizerConfig:
-    """AdamW with a linear warm-up, then a cosine to a tenth of the peak."""
-
-    learning_rate: float = 4e-3
-    warmup_steps: int = 50
-    weight_decay: float = 0.1
-    clip_norm: float = 1.0
-
-
+@functools.cache  # equal configs give the same functions: they are static in a state
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
     warmup = min(config.warmup_steps, steps // 2)
     schedule = optax.warmup_cosine_decay_schedule(
@@ -46,12 +35,9 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
 def create_state(
     key: jax.Array, model: ModelConfig, optimizer: OptimizerConfig, steps: int
 ) -> TrainState:
-    gpt = GPT(model)
-    tokens_1xT = jnp.zeros((1, model.context), jnp.int32)
+    init, apply = make_model(model)
     return TrainState.create(
-        apply_fn=gpt.apply,
-        params=gpt.init(key, tokens_1xT)["params"],
-        tx=make_optimizer(optimizer, steps),
+        apply_fn=apply, params=init(key), tx=make_optimizer(optimizer, steps)
     )
 
 
@@ -65,24 +51,22 @@ def sum_of_losses(logits_BxTxV: jax.Array, targets_BxT: jax.Array):
 
 
 def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    """Metrics are the mean loss and, leaf by leaf, the norm of the gradient."""
     dropout_key = jax.random.fold_in(jax.random.key(0), state.step)
 
     def mean_loss(params):
-        logits_BxTxV = state.apply_fn(
-            {"params": params},
-            batch["inputs"],
-            train=True,
-            rngs={"dropout": dropout_key},
-        )
+        logits_BxTxV = state.apply_fn(params, batch, dropout_key)
         total, count = sum_of_losses(logits_BxTxV, batch["targets"])
         return total / count
 
     loss, grads = jax.value_and_grad(mean_loss)(state.params)
-    return state.apply_gradients(grads=grads), {"loss": loss}
+    squares = [jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)]
+    metrics = {"loss": loss, "grad_norms": jnp.sqrt(jnp.stack(squares))}
+    return state.apply_gradients(grads=grads), metrics
 
 
 def eval_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     """Returns the state as it was, so that it has the signature of a training step."""
-    logits_BxTxV = state.apply_fn({"params": state.params}, batch["inputs"])
+    logits_BxTxV = state.apply_fn(state.params, batch, None)
     total, count = sum_of_losses(logits_BxTxV, batch["targets"])
     return state, {"total": total, "count": count}

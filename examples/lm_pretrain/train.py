@@ -1,4 +1,4 @@
-"""Trains a byte-level GPT and prints its held-out loss; flags in, a report out.
+"""Trains a language model and prints its held-out loss; flags in, a report out.
 
 python examples/lm_pretrain/train.py --devices 8           # 8 CPU devices, sharded
 python examples/lm_pretrain/train.py --plain               # the same on one device
@@ -6,153 +6,158 @@ python examples/lm_pretrain/train.py --devices 8 --plan    # what will be commun
 """
 
 import dataclasses
-import functools
+import logging
+import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import jax
+import machine
 import tyro
-from data import (
-    DataError,
-    heldout_batches,
-    load_documents,
-    split,
-    training_batches,
-    unigram_entropy,
-)
-from model import ModelConfig
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from step import Batch, OptimizerConfig, TrainState, create_state, eval_step, train_step
+from config import Config, ConfigError, describe, to_json, with_preset
+from data import heldout_batches, pack, training_batches, unigram_entropy
+from documents import DataError, load_documents, split
+from evaluate import Heldout, evaluate
+from loop import Diverged, Trained, train
+from machine import Machine
+from metrics import Metrics, plot
+from models import count_parameters
+from saving import SaveError, Saves, check_same
+from step import train_step
+from stopping import Stopping
+from tokens import load_tokenizer
 
 import shardfn
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
-    """Trains a byte-level GPT on text, its state sharded over every device."""
-
-    data: tuple[str, ...] = ()
-    """UTF-8 files or glob patterns; none stands for Python's help topics."""
-    devices: int | None = None
-    """Make this many CPU devices; none stands for the devices that JAX finds."""
-    plain: bool = False
-    """Run the same step on one device, without shardfn."""
-    plan: bool = False
-    """Print what one step communicates, and stop."""
-    steps: int = 300
-    batch_size: int = 32
-    seed: int = 0
-    model: ModelConfig = ModelConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
-
-
-@dataclasses.dataclass(frozen=True)
 class Report:
-    losses: list[float]  # of each training step, nats per byte
-    heldout: float  # nats per byte
+    losses: list[float]  # of each step of this process, nats per token
+    heldout: Heldout
     unigram: float  # nats per byte, of the held-out text
     tokens_per_second: float  # without the first step, which compiles
-
-
-class ConfigError(ValueError):
-    """Flags that cannot be run."""
+    folder: Path
 
 
 def main(config: Config) -> Report | None:
-    check(config)
-    if config.devices:
-        make_cpu_devices(config.devices)
-    train_N, heldout_N = split(load_documents(config.data))
-    windows = (config.batch_size, config.model.context)
-    batches = training_batches(train_N, *windows, seed=config.seed)
-    heldout = heldout_batches(heldout_N, *windows)
-    init = functools.partial(
-        create_state,
-        model=config.model,
-        optimizer=config.optimizer,
-        steps=config.steps,
-    )
-    key = jax.random.key(config.seed)
-    if config.plain:
-        step = jax.jit(train_step, donate_argnums=0)
-        evaluate = jax.jit(eval_step, donate_argnums=0)
-        state = jax.jit(init)(key)
-    else:
-        mesh = jax.make_mesh((jax.device_count(),), ("data",))
-        step = shardfn.fully_shard(train_step, mesh)
-        evaluate = shardfn.fully_shard(eval_step, mesh)
-        if config.plan:
-            print(step.plan(jax.eval_shape(init, key), next(batches)))
+    """Returns None if nothing was trained to the end: `--plan`, or a signal."""
+    config.check()
+    machine.start(config)
+    tokenizer = load_tokenizer(config.data)
+    config.check_vocabulary(tokenizer.size)
+    train_texts, heldout_texts = split(load_documents(config.data))
+    text, heldout = pack(train_texts, tokenizer), pack(heldout_texts, tokenizer)
+    on = machine.prepare(config)
+    batches = training_batches(text, config.model.context, on.share, config.seed)
+    if config.plan:
+        print(on.train.plan(on.abstract_state, next(batches)))
+        return None
+    folder = open_run(config)
+    with Stopping() as stopping, Saves(config, folder, on, text) as saves:
+        trained, speed = train_from_last_save(
+            config, on, batches, folder, saves, stopping
+        )
+        if trained.number < config.steps:
+            saved = "saved; the same command goes on" if config.save_every else "lost"
+            print(f"stopped after step {trained.number}, {saved}")
             return None
-        state = step.init(init, key)
-    state, losses, speed = train(step, state, batches, config.steps)
-    loss = mean_loss(evaluate, state, heldout)
-    return Report(losses, loss, unigram_entropy(heldout_N), speed)
+        saves.wait()
+        stopping.training = False
+        batches = heldout_batches(heldout, config.model.context, on.share)
+        _, loss = evaluate(on.evaluate, trained.state, on.feed(batches), heldout.bytes)
+    if config.log.plot and jax.process_index() == 0:
+        print(plot(folder))
+    unigram = unigram_entropy(heldout_texts)
+    return Report(trained.losses, loss, unigram, speed, folder)
 
 
-def check(config: Config) -> None:
-    for name in ("steps", "batch_size", "devices"):
-        value = getattr(config, name)
-        if value is not None and value < 1:
-            flag = name.replace("_", "-")
-            raise ConfigError(f"--{flag} {value}: give a number above zero.")
-    if config.plain and config.plan:
-        raise ConfigError("--plan needs shardfn: leave --plain out.")
+def train_from_last_save(
+    config: Config,
+    on: Machine,
+    batches: Any,
+    folder: Path,
+    saves: Saves,
+    stopping: Stopping,
+) -> tuple[Trained, float]:
+    """Returns what was trained, and tokens per second."""
+    resumed = saves.resume()
+    done = resumed.done if resumed else 0
+    if resumed:
+        print(f"going on after step {done} of {config.steps}", flush=True)
+        batches.set_state(resumed.position)
+    state = resumed.state if resumed else on.init()
+    stopping.training = True
+    is_first = jax.process_index() == 0
+    with Metrics(config, folder, done, writes=is_first) as metrics:
+        trained = train(
+            *(on, state, batches, range(done + 1, config.steps + 1), metrics),
+            save=saves.save,
+            save_every=config.save_every,
+            must_stop=stopping.must_stop,
+        )
+    return trained, metrics.speed
 
 
-def make_cpu_devices(count: int) -> None:
-    """Works only before JAX's first computation, which starts its devices."""
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", count)
+def planned() -> tuple[Callable[..., Any], Any, dict[str, jax.ShapeDtypeStruct]]:
+    """The step and its arguments, without values: what the default run compiles.
 
-
-def train(
-    step: Callable, state: TrainState, batches: Iterator[Batch], steps: int
-) -> tuple[TrainState, list[float], float]:
-    """Returns the last state, the loss of every step and tokens per second."""
-    losses, started, tokens = [], 0.0, 0
-    columns = (
-        TextColumn("train"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[numbers]}"),
+    python -m shardfn plan examples/lm_pretrain/train.py:planned --target h100:8
+    """
+    config = Config()
+    tokens_BxT = jax.ShapeDtypeStruct(
+        (config.batch_size, config.model.context), jax.numpy.int32
     )
-    with Progress(*columns) as progress:
-        task = progress.add_task("train", total=steps, numbers="compiling")
-        for _ in range(steps):
-            batch = next(batches)
-            state, metrics = step(state, batch)
-            losses.append(float(metrics["loss"]))
-            now = time.perf_counter()
-            if not started:
-                started = now
-            else:
-                tokens += batch["inputs"].size
-            speed = tokens / max(now - started, 1e-9)
-            numbers = f"loss {losses[-1]:.3f}  {speed:,.0f} tokens/s"
-            progress.update(task, advance=1, numbers=numbers)
-    return state, losses, speed
+    names = ("inputs", "targets", "segments", "positions")
+    batch = {name: tokens_BxT for name in names}
+    return train_step, machine.abstract_state(config), batch
 
 
-def mean_loss(evaluate: Callable, state: TrainState, batches: Iterable[Batch]) -> float:
-    """Returns nats per byte over all the batches; `state` is used up."""
-    total = count = 0.0
-    for batch in batches:
-        state, metrics = evaluate(state, batch)
-        total += float(metrics["total"])
-        count += float(metrics["count"])
-    return total / count
+def open_run(config: Config) -> Path:
+    """Makes the run's folder, and prints and saves the config."""
+    name = config.run_dir or time.strftime("runs/%Y%m%d-%H%M%S")
+    folder = Path(name).absolute()
+    check_same(config, folder)
+    if jax.process_index() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(to_json(config))
+        print(describe(config))
+        kind = jax.devices()[0].device_kind
+        print(
+            f"{count_parameters(config.model) / 1e6:,.1f}M parameters, "
+            f"{1 if config.plain else jax.device_count()} x {kind}, in {folder}",
+            flush=True,
+        )
+    return folder
+
+
+def sentence(report: Report) -> str:
+    loss = report.heldout
+    return (
+        f"held-out loss {loss.per_byte:.3f} nats/byte (perplexity "
+        f"{loss.perplexity:.2f} per token); byte-unigram entropy of the same text "
+        f"{report.unigram:.3f} nats/byte; {report.tokens_per_second:,.0f} tokens/s"
+    )
+
+
+ERRORS = (ConfigError, DataError, Diverged, shardfn.ShardingError)
+
+
+def run(argv: list[str]) -> None:
+    # Orbax logs the traceback of each of its threads; the error is raised here as well.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    try:
+        report = main(tyro.cli(Config, args=argv, default=with_preset(argv)))
+    except SaveError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        os._exit(1)  # Python's own way waits for Orbax's threads, which print more
+    except ERRORS as error:
+        sys.exit(f"error: {error}")
+    if report and jax.process_index() == 0:
+        print(sentence(report))
 
 
 if __name__ == "__main__":
-    try:
-        report = main(tyro.cli(Config))
-    except (ConfigError, DataError, shardfn.ShardingError) as error:
-        sys.exit(f"error: {error}")
-    if report:
-        print(
-            f"held-out loss {report.heldout:.3f} nats/byte; byte-unigram entropy of "
-            f"the same text {report.unigram:.3f} nats/byte; "
-            f"{report.tokens_per_second:,.0f} tokens/s"
-        )
+    run(sys.argv[1:])

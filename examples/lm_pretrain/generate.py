@@ -1,0 +1,147 @@
+"""Continues prompts: from a run's sharded state, or from an exported file.
+
+python examples/lm_pretrain/generate.py --run-dir runs/NAME --devices 8 --prompt "The "
+"""
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import machine
+import numpy as np
+import tyro
+from attention import PADDING
+from config import ConfigError, ModelConfig, from_json
+from export import read_weights
+from llama import empty_cache
+from models import Batch, Params, merge_llama
+from step import TrainState
+from tokens import Tokenizer, load_tokenizer
+
+import shardfn
+from shardfn.checkpoint import Checkpoints
+
+
+@dataclasses.dataclass(frozen=True)
+class Flags:
+    """Prints continuations of prompts."""
+
+    run_dir: str | None = None
+    """Folder of a run with a checkpoint: its state is sharded over the devices."""
+    weights: str | None = None
+    """A file that export.py wrote: its weights go to one device."""
+    prompt: tuple[str, ...] = ("The ",)
+    tokens: int = 100
+    """How many to add to each prompt."""
+    temperature: float = 0.8
+    """Zero always takes the likeliest token."""
+    seed: int = 0
+    devices: int | None = None
+    """Make this many CPU devices; none stands for the devices that JAX finds."""
+
+
+def prompts(texts: Sequence[str], tokenizer: Tokenizer, rows: int) -> Batch:
+    """Returns `rows` prompts, padded in front so that all end at the same place."""
+    encoded = [[tokenizer.end, *tokenizer.encode(text).tolist()] for text in texts]
+    encoded += [[tokenizer.end]] * (rows - len(encoded))
+    P = max(map(len, encoded))
+    places = [np.arange(P) - (P - len(row)) for row in encoded]
+    positions_BxP = np.maximum(places, 0)
+    segments_BxP = np.where(np.array(places) < 0, PADDING, 0)
+    inputs_BxP = [[0] * (P - len(row)) + row for row in encoded]
+    batch = {"inputs": inputs_BxP, "segments": segments_BxP, "positions": positions_BxP}
+    return {name: np.asarray(x, np.int32) for name, x in batch.items()}
+
+
+def sample(key: jax.Array, logits_BxV: jax.Array, temperature: float) -> jax.Array:
+    if temperature == 0:
+        return jnp.argmax(logits_BxV, axis=-1).astype(jnp.int32)
+    return jax.random.categorical(key, logits_BxV / temperature).astype(jnp.int32)
+
+
+def continue_prompts(
+    params: Params,
+    batch: Batch,
+    key: jax.Array,
+    config: ModelConfig,
+    length: int,
+    temperature: float,
+) -> jax.Array:
+    """Returns `length` tokens for each prompt, [B, N]."""
+
+    def extend(*args):  # the module is put together anew inside of the loop's trace
+        return merge_llama(config, params).extend(*args)
+
+    B, P = batch["inputs"].shape
+    cache = empty_cache(config, B, P + length)
+    rows = (batch["inputs"], batch["segments"], batch["positions"])
+    logits_BxV, cache = extend(*rows, cache, 0)
+    last_Bx1 = batch["positions"][:, -1:]
+
+    def add(carry, i: jax.Array):
+        logits_BxV, cache = carry
+        token_B = sample(jax.random.fold_in(key, i), logits_BxV, temperature)
+        token_Bx1 = token_B[:, None]
+        rows = (token_Bx1, jnp.zeros_like(token_Bx1), last_Bx1 + 1 + i)
+        return extend(*rows, cache, P + i), token_B
+
+    _, tokens_NxB = jax.lax.scan(add, (logits_BxV, cache), jnp.arange(length))
+    return tokens_NxB.T
+
+
+def to_texts(tokens_BxN: jax.Array, count: int, tokenizer: Tokenizer) -> list[str]:
+    """Returns the first `count` continuations, each up to an `end` token."""
+    texts = []
+    for tokens_N in np.asarray(tokens_BxN)[:count]:
+        (ends,) = np.nonzero(tokens_N == tokenizer.end)
+        texts.append(tokenizer.decode(tokens_N[: ends[0] if len(ends) else None]))
+    return texts
+
+
+def main(flags: Flags) -> list[str]:
+    """Returns what follows each prompt."""
+    if (flags.run_dir is None) == (flags.weights is None):
+        raise ConfigError("give one of --run-dir and --weights.")
+    if flags.weights:
+        config, params = read_weights(Path(flags.weights))
+    else:
+        config = from_json(Path(str(flags.run_dir)) / "config.json")
+        machine.start(dataclasses.replace(config, devices=flags.devices))
+    if config.model.family != "llama":
+        raise ConfigError(f"{config.model.family} has no cache: only llama generates.")
+    tokenizer = load_tokenizer(config.data)
+    key = jax.random.key(flags.seed)
+
+    def run(params: Params, batch: Batch, key: jax.Array) -> jax.Array:
+        choices = (config.model, flags.tokens, flags.temperature)
+        return continue_prompts(params, batch, key, *choices)
+
+    def generate_step(state: TrainState, batch: Batch, key: jax.Array):
+        return state, run(state.params, batch, key)
+
+    if flags.weights:
+        batch = prompts(flags.prompt, tokenizer, rows=len(flags.prompt))
+        tokens_BxN = jax.jit(run)(params, batch, key)
+    else:
+        mesh = jax.make_mesh((jax.device_count(),), ("data",))
+        step = shardfn.fully_shard(generate_step, mesh)
+        folder = (Path(str(flags.run_dir)) / "checkpoints").absolute()
+        with Checkpoints(folder, step) as checkpoints:
+            state = checkpoints.restore(machine.abstract_state(config))
+        rows = -(-len(flags.prompt) // mesh.size) * mesh.size
+        batch = prompts(flags.prompt, tokenizer, rows)
+        _, tokens_BxN = step(state, batch, key)
+    return to_texts(tokens_BxN, len(flags.prompt), tokenizer)
+
+
+if __name__ == "__main__":
+    flags = tyro.cli(Flags)
+    try:
+        texts = main(flags)
+    except (ConfigError, FileNotFoundError, shardfn.ShardingError) as error:
+        sys.exit(f"error: {error}")
+    for prompt, text in zip(flags.prompt, texts, strict=True):
+        print(f"{prompt}{text}\n")

@@ -1,0 +1,158 @@
+"""Checkpoints of a run: state, place in the data, and what text it was.
+
+A checkpoint that cannot be read is set aside, with a message, for an older one; a run
+that has checkpoints never starts from the beginning by itself.
+"""
+
+import dataclasses
+import json
+import shutil
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import orbax.checkpoint as ocp
+from config import Config, ConfigError
+from data import Packed
+from jax.errors import JaxRuntimeError
+from jax.experimental import multihost_utils
+from machine import Machine
+
+import shardfn
+from shardfn.checkpoint import Checkpoints
+
+SAME = ("model", "optimizer", "data", "batch_size", "seed")
+"""What a run has to go on with."""
+
+
+class SaveError(RuntimeError):
+    """A checkpoint cannot be written or read."""
+
+
+class Resumed(NamedTuple):
+    state: Any
+    done: int  # steps taken
+    position: dict[str, Any]  # state of the data iterator
+
+
+class Saves:
+    """The checkpoints in a run's folder; a context manager."""
+
+    def __init__(self, config: Config, folder: Path, on: Machine, text: Packed):
+        self.folder = folder / "checkpoints"
+        self.step = on.train if isinstance(on.train, shardfn.ShardedStep) else None
+        self.abstract_state = on.abstract_state
+        self.fingerprint = zlib.crc32(text.tokens_N.tobytes())
+        self.keep = config.keep
+        self.open()
+
+    def open(self) -> None:
+        options = ocp.CheckpointManagerOptions(max_to_keep=self.keep)
+        self.checkpoints = Checkpoints(self.folder, self.step, options=options)
+
+    def __enter__(self) -> "Saves":
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        if kind is None:
+            self.wait()
+            self.checkpoints.close()
+
+    def save(self, number: int, state: Any, position: Mapping[str, Any]) -> None:
+        """Starts to write; an error of the save before it ends the run here."""
+        extra = {"position": dict(position), "text": self.fingerprint}
+        self.guard(lambda: self.checkpoints.save(number, state, extra), number)
+
+    def wait(self) -> None:
+        self.guard(self.checkpoints.wait, None)
+
+    def guard(self, write: Any, number: int | None) -> None:
+        try:
+            write()
+        except Exception as error:  # whatever the file system or Orbax raises
+            if jax.process_count() > 1 and isinstance(error, JaxRuntimeError):
+                raise SaveError(
+                    f"another task died while a checkpoint was written in "
+                    f"{self.folder}: {shorten(error)}\n"
+                    f"Complete are {complete(self.folder) or 'none'}. Start again with "
+                    "any number of processes; they go on from the last one."
+                ) from error
+            raise SaveError(
+                f"a checkpoint cannot be written in {self.folder}: {shorten(error)}\n"
+                f"Complete are {complete(self.folder) or 'none'}. Make room or give "
+                "another --run-dir; the same command then goes on from the last one."
+            ) from error
+
+    def resume(self) -> Resumed | None:
+        """Reads the last checkpoint that can be read; None if there is none at all."""
+        numbers = self.checkpoints.numbers
+        for number in reversed(numbers):
+            try:
+                extra = self.checkpoints.extra(number)
+                state = self.checkpoints.restore(self.abstract_state, number)
+            except Exception as error:  # a file of it may be cut off or missing
+                self.set_aside(number, error)
+                continue
+            if extra["text"] != self.fingerprint:
+                raise ConfigError(
+                    f"the text is not what it was at checkpoint {number} in "
+                    f"{self.folder}. Bring it back, or give another --run-dir."
+                )
+            return Resumed(state, number, extra["position"])
+        if numbers:
+            raise SaveError(
+                f"none of the checkpoints {numbers} in {self.folder} can be read. They "
+                "were moved to 'unreadable' there; give another --run-dir."
+            )
+        return None
+
+    def set_aside(self, number: int, error: Exception) -> None:
+        """Moves a checkpoint away, so that one of that number can be written again."""
+        if jax.process_index() == 0:
+            print(
+                f"checkpoint {number} in {self.folder} cannot be read, an older one is "
+                f"used: {shorten(error)}",
+                flush=True,
+            )
+            place = self.folder.parent / "unreadable" / str(number)
+            shutil.rmtree(place, ignore_errors=True)
+            place.parent.mkdir(exist_ok=True)
+            shutil.move(self.folder / str(number), place)
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices(f"checkpoint {number} was moved")
+        self.checkpoints.close()
+        self.open()
+
+
+def shorten(error: Exception) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"
+
+
+def complete(folder: Path) -> list[int]:
+    """Returns the numbers of complete checkpoints: Orbax renames one when it is."""
+    return sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit())
+
+
+def check_same(config: Config, folder: Path) -> None:
+    """Raises ConfigError if a run in `folder` was started with other choices."""
+    path = folder / "config.json"
+    if not path.exists() or not any(folder.glob("checkpoints/*/")):
+        return
+    before = json.loads(path.read_text())
+    now = json.loads(json.dumps(dataclasses.asdict(config)))
+    for group in SAME:
+        pairs = [(f"--{group.replace('_', '-')}", before.get(group), now[group])]
+        if isinstance(now[group], dict):
+            pairs = [
+                (f"--{group}.{key.replace('_', '-')}", before[group].get(key), value)
+                for key, value in now[group].items()
+            ]
+        for flag, old, new in pairs:
+            if old != new:
+                raise ConfigError(
+                    f"{flag} {new}: the run in {folder} was started with {old}. Give "
+                    "that, or another --run-dir."
+                )
