@@ -19,25 +19,30 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "lm_pretrain"))
 
 import jax
 import jax.numpy as jnp
+from config import ModelConfig, OptimizerConfig
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from model import ModelConfig
-from step import OptimizerConfig, create_state, train_step
+from step import create_state, train_step
 
 import shardfn
 from shardfn import targets
 from shardfn._hlo import overlapped_bytes, read_collectives, wire_bytes
 
+
+def gpt(layers: int, width: int, heads: int, context: int, vocabulary: int):
+    return ModelConfig(
+        family="gpt",
+        layers=layers,
+        width=width,
+        heads=heads,
+        mlp_width=4 * width,
+        context=context,
+        vocabulary=vocabulary,
+    )
+
+
 CASES = {
-    "0.2b": (
-        ModelConfig(layers=12, width=1024, heads=16, context=1024, vocabulary=50304),
-        "h100:8",
-        64,
-    ),
-    "7b": (
-        ModelConfig(layers=32, width=4096, heads=32, context=4096, vocabulary=32000),
-        "h100:64",
-        64,
-    ),
+    "0.2b": (gpt(12, 1024, 16, 1024, 50304), "h100:8", 64),
+    "7b": (gpt(32, 4096, 32, 4096, 32000), "h100:64", 64),
 }
 HEADER = ("program", "wire GiB", "wire / M", "overlapped", "temp GiB", "compile s")
 
@@ -71,7 +76,8 @@ def run(case: str, target: str | None) -> None:
 
     state = jax.eval_shape(create, jax.random.key(0))
     tokens = jax.ShapeDtypeStruct((rows, model.context), jnp.int32)
-    batch = {"inputs": tokens, "targets": tokens}
+    names = ("inputs", "targets", "segments", "positions")
+    batch = {name: tokens for name in names}
     step = shardfn.fully_shard(train_step, mesh)
     plan = step.plan(state, batch)
     m = plan.parameter_bytes
