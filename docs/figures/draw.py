@@ -1,0 +1,249 @@
+"""Draws the figures of the documentation, as SVG files beside this one.
+
+In: a real plan (`one_step`), benchmarks/README.md (`wire`). Out: text of SVG files that
+are legible on light and dark pages. Run `python docs/figures/draw.py` to write them.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+import shardfn
+from shardfn._plan import Plan, Ref, Reshard
+
+HERE = Path(__file__).parent
+STYLE = """
+text { font: 13px system-ui, sans-serif; fill: #333 }
+.small { font-size: 11px; fill: #666 }
+.middle { text-anchor: middle }
+.end { text-anchor: end }
+.shard { fill: #b9cbe8 } .whole { fill: #4a72b8 } .gradient { fill: #e08a3c }
+.batch { fill: #9fc8a4 } .result { fill: #57a05f }
+.edge { fill: none; stroke: #999 } .line { fill: none; stroke: #666; stroke-width: 1.5 }
+.area { fill: #4a72b8; opacity: .25 }
+.small.white { fill: #fff }
+@media (prefers-color-scheme: dark) {
+  text { fill: #ddd } .small { fill: #aaa }
+  .shard { fill: #3c506f } .whole { fill: #7fa3e0 } .gradient { fill: #e6a268 }
+  .batch { fill: #3f6b45 } .result { fill: #7cc285 }
+  .edge { stroke: #777 } .line { stroke: #aaa } .small.white { fill: #111 }
+}
+"""
+
+
+def svg(width: float, height: float, label: str, parts: Iterable[str]) -> str:
+    opening = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" '
+        f'role="img" aria-label="{label}">'
+    )
+    return "\n".join([opening, f"<style>{STYLE}</style>", *parts, "</svg>\n"])
+
+
+def text(x: float, y: float, words: str, kind: str = "") -> str:
+    return f'<text x="{x:g}" y="{y:g}" class="{kind}">{words}</text>'
+
+
+def rect(x: float, y: float, width: float, height: float, kind: str) -> str:
+    return (
+        f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" '
+        f'class="{kind}"/>'
+    )
+
+
+def path(points: Iterable[tuple[float, float]], kind: str) -> str:
+    joined = " L".join(f"{x:g},{y:g}" for x, y in points)
+    return f'<path d="M{joined}" class="{kind}"/>'
+
+
+# One step, from its plan
+
+LAYERS = [f"w{i}" for i in range(1, 6)]
+
+
+def mlp_plan() -> Plan:
+    """The plan of a step of five layers over eight devices."""
+
+    def train_step(params: dict[str, jax.Array], x: jax.Array):
+        def loss_fn(params: dict[str, jax.Array]) -> jax.Array:
+            y = x
+            for name in LAYERS:
+                y = jnp.tanh(y @ params[name])
+            return jnp.mean(y**2)
+
+        grads = jax.grad(loss_fn)(params)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), ()
+
+    weight = jax.ShapeDtypeStruct((512, 512), jnp.float32)
+    x = jax.ShapeDtypeStruct((4096, 512), jnp.float32)
+    step = shardfn.fully_shard(train_step, jax.make_mesh((8,), ("data",)))
+    return step.plan(dict.fromkeys(LAYERS, weight), x)
+
+
+Event = tuple[str, str, Ref]
+"""What happens, its label, and the version that it makes."""
+
+
+def events(plan: Plan) -> tuple[list[Event], dict[Ref, int]]:
+    """The gathers, matmuls and scatters of a plan in order; where each version of a
+    value is used last."""
+    found: list[Event] = []
+    last: dict[Ref, int] = {}
+    lines = iter(plan.collectives)
+    for step in plan.body.steps:
+        if isinstance(step, Reshard):
+            line = next(lines)
+            last[step.source] = len(found)
+            kind = "gather" if step.gathers_state else "scatter"
+            found.append((kind, line.path, step.result))
+        elif step.primitive == "dot_general":
+            for operand in step.operands:
+                if operand:
+                    last[operand] = len(found)
+            found.append(("matmul", "", Ref(-1)))
+    return found, last
+
+
+def one_step() -> str:
+    """A lane per weight: its shard, when it is whole, when its gradient is a term."""
+    plan = mlp_plan()
+    found, last = events(plan)
+    left, column, lane = 56.0, 25.0, 40.0
+    top, foot = 64.0, 64 + lane * len(LAYERS)
+    width = left + column * len(found) + 16
+
+    def at(index: float) -> float:
+        return left + column * index
+
+    parts = []
+    held = [len(LAYERS) / 8.0] * len(found)
+    for row, name in enumerate(LAYERS):
+        y = top + lane * row
+        parts.append(text(left - 10, y + 22, name, "end"))
+        parts.append(rect(left, y + 30, column * len(found), 3, "shard"))
+    for index, (kind, name, ref) in enumerate(found):
+        if kind == "matmul":
+            parts.append(rect(at(index) + 2, 34, column - 4, 16, "result"))
+            continue
+        y = top + lane * LAYERS.index(name)
+        if kind == "gather":
+            start, end, colour, label = index, last[ref], "whole", "g"
+        else:  # made by the matmul before, a shard from here on
+            start, end, colour, label = index - 1, index, "gradient", "s"
+            y += 15
+            held[index + 1 :] = [h + 1 / 8 for h in held[index + 1 :]]
+        for i in range(start, end + 1):
+            held[i] += 1
+        parts.append(rect(at(start), y, column * (end - start + 1), 14, colour))
+        parts.append(text(at(index) + column / 2, y + 11, label, "middle small white"))
+    backward = next(i for i, (k, _, _) in enumerate(found) if k == "scatter") - 1
+    parts.append(text(left - 10, 47, "matmul", "end small"))
+    parts.append(text(left, 22, "forward"))
+    parts.append(text(at(backward), 22, "backward"))
+    edge = [(at(backward) - 1, 10), (at(backward) - 1, foot + 104)]
+    parts.append(path(edge, "edge"))
+    parts += _held(held, at, foot + 16)
+    return svg(width, foot + 140, "Gathers and scatters of one step", parts)
+
+
+def _held(held: list[float], at: Callable[[float], float], y: float) -> list[str]:
+    """How much of weights and gradients a device holds, in weights, over the step."""
+    unit, base = 20.0, y + 88
+    points = [(at(0), base)]
+    for i, h in enumerate(held):
+        points += [(at(i), base - unit * h), (at(i + 1), base - unit * h)]
+    points.append((at(len(held)), base))
+    most, all_of_them = max(held), 2 * len(LAYERS)
+    return [
+        path(points, "area"),
+        path(points[1:-1], "line"),
+        text(at(0) - 10, base, "0", "end small"),
+        text(at(0) - 10, base - unit * most + 6, f"{most:.1f}", "end small"),
+        text(
+            at(0),
+            base + 28,
+            "Weights and gradients on one device, in weights: "
+            f"at most {most:.1f}; unsharded {all_of_them}.",
+        ),
+    ]
+
+
+# One matmul
+
+
+def matmul() -> str:
+    """What the third of four devices holds of one matmul and of its gradient."""
+    n, mine, cell = 4, 2, 16.0
+    side = n * cell
+
+    def grid(
+        x: float, y: float, kind: str, split: str, own: bool, name: str
+    ) -> list[str]:
+        """A matrix; the part of it that device `mine` holds is filled."""
+        out = []
+        for k in range(n):
+            filled = kind if own and k == mine or not own else "edge"
+            if split == "rows":
+                out.append(rect(x, y + k * cell, side, cell, filled))
+            else:
+                out.append(rect(x + k * cell, y, cell, side, filled))
+        out.append(rect(x, y, side, side, "edge"))
+        out.append(text(x + side / 2, y + side + 18, name, "middle"))
+        return out
+
+    def arrow(x: float, y: float, above: str) -> list[str]:
+        shaft = path([(x, y), (x + 96, y)], "line")
+        head = path([(x + 90, y - 5), (x + 96, y), (x + 90, y + 5)], "line")
+        return [shaft, head, text(x + 48, y - 10, above, "middle small")]
+
+    up, down = 40.0, 180.0
+    parts = [text(0, 20, "Forward")]
+    parts += grid(24, up, "shard", "columns", True, "w, a shard")
+    parts += arrow(104, up + side / 2, "all-gather")
+    parts += grid(224, up, "batch", "rows", True, "x, my rows")
+    parts.append(text(304, up + side / 2 + 5, "@"))
+    parts += grid(334, up, "whole", "columns", False, "w, whole")
+    parts.append(text(416, up + side / 2 + 5, "="))
+    parts += grid(444, up, "result", "rows", True, "y, my rows")
+    parts.append(text(0, down - 20, "Backward"))
+    parts += grid(24, down, "batch", "columns", True, "x.T, my columns")
+    parts.append(text(104, down + side / 2 + 5, "@"))
+    parts += grid(134, down, "result", "rows", True, "dy, my rows")
+    parts.append(text(214, down + side / 2 + 5, "="))
+    parts += grid(244, down, "gradient", "columns", False, "dw, my term")
+    parts += arrow(328, down + side / 2, "reduce-scatter")
+    parts += grid(444, down, "gradient", "columns", True, "dw, a shard")
+    return svg(540, down + side + 26, "One matmul on one of four devices", parts)
+
+
+# Bytes and memory beside jit
+
+ROW = re.compile(r"\|([^|]*)\| ([^|]+) \| [\d.]+ \| ([\d.]+) \| \d+% \| ([\d.]+) \|")
+
+
+def wire() -> str:
+    """Bars of the table in benchmarks/README.md."""
+    table = ROW.findall((HERE.parents[1] / "benchmarks" / "README.md").read_text())
+    parts, y = [], 8.0
+    scale = 440 / max(float(sent) for _, _, sent, _ in table)
+    for case, program, sent, _ in table:
+        if case.strip():
+            parts.append(text(0, y + 14, case.strip().split(", M")[0]))
+            y += 24
+        kind = "whole" if program.strip() == "shardfn" else "gradient"
+        parts.append(text(130, y + 14, program.strip(), "end small"))
+        parts.append(rect(140, y, float(sent) * scale, 18, kind))
+        parts.append(text(146 + float(sent) * scale, y + 14, f"{float(sent):.2f} M"))
+        y += 24
+    return svg(660, y + 4, "Bytes that each device sends per step", parts)
+
+
+FIGURES = {"one_step.svg": one_step, "matmul.svg": matmul, "wire.svg": wire}
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+    for name, draw in FIGURES.items():
+        (HERE / name).write_text(draw())
