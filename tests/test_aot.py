@@ -4,6 +4,7 @@ plan, and nothing else, are in the optimized programs.
 
 import re
 from collections import Counter
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -38,13 +39,17 @@ def target(name: str):
     return pytest.param(name, marks=pytest.mark.skipif(bool(reason), reason=reason))
 
 
-def make(model: str, name: str) -> Sharded:
+def make(
+    model: str, name: str, *, dtype: Any = jnp.bfloat16, **options: Any
+) -> Sharded:
     config = gpt.Config(
         **dict(vocab=VOCAB, length=LENGTH, width=WIDTH, hidden=HIDDEN),
         **MODELS[model],
-        dtype=jnp.bfloat16,
+        dtype=dtype,
     )
-    return shard_gpt(config, targets.mesh(name), rows=ROWS, min_size=MIN_SIZE)
+    return shard_gpt(
+        config, targets.mesh(name), rows=ROWS, min_size=MIN_SIZE, **options
+    )
 
 
 def kept_in_part(compiled: Moves, planned: Moves) -> Moves:
@@ -67,7 +72,34 @@ def kept_in_part(compiled: Moves, planned: Moves) -> Moves:
 @pytest.mark.parametrize("name", [target(H100), target(V5E)])
 def test_the_plan_is_compiled(model: str, name: str) -> None:
     """Every gather of the plan, forward and backward, and every sum; nothing else."""
-    sharded = make(model, name)
+    assert_compiled(make(model, name), name)
+
+
+@pytest.mark.parametrize("name", [target(H100), target(V5E)])
+def test_kept_gathers_ahead_and_wide_sums_are_compiled(name: str) -> None:
+    """Layers are gathered one ahead, in the forward pass alone, and gradients move as
+    float32."""
+    options = dict(reshard_after_forward=False, prefetch=1, reduce_dtype="float32")
+    sharded = make("scan_remat", name, **options)
+    assert 5 in {c.times for c in sharded.plan.collectives}, "four layers, one ahead"
+    lines = sharded.plan.collectives
+    assert not any(c.op == "all_gather" and c.phase == "backward" for c in lines)
+    assert {c.dtype for c in lines if c.op == "psum_scatter"} == {"float32"}
+    assert_compiled(sharded, name)
+
+
+@pytest.mark.parametrize("name", [target(H100), target(V5E)])
+def test_repeated_gathers_in_a_narrow_dtype_are_compiled(name: str) -> None:
+    """No gather is merged with one of the forward pass, and none moves float32."""
+    options = dict(reshard_after_forward=True, gather_dtype="bfloat16")
+    sharded = make("unrolled", name, dtype=jnp.float32, **options)
+    lines = [c for c in sharded.plan.collectives if c.op == "all_gather"]
+    assert {c.phase for c in lines} == {"forward", "backward"}
+    assert {c.dtype for c in lines} == {"bfloat16"}
+    assert_compiled(sharded, name)
+
+
+def assert_compiled(sharded: Sharded, name: str) -> None:
     text = sharded.compile().as_text()
     found = read_collectives(text)
     planned, compiled = planned_moves(sharded.plan), hlo_moves(found)
@@ -79,8 +111,16 @@ def test_the_plan_is_compiled(model: str, name: str) -> None:
     else:
         assert kept_in_part(compiled, planned) == planned
         assert 1 <= sent < 1.2
-    moved = {dtype for op, dtype, *_ in compiled if op != "psum"}
-    assert moved == {"bfloat16"}
+    checked = sharded.plan.verify(text)
+    assert checked.extra == () and checked.wire_bytes == wire_bytes(found)
+    statuses = {c.status for c in checked.lines}
+    assert statuses <= {"present", "all-reduced"}
+    turned = {c.line.op for c in checked.having("all-reduced")}
+    assert turned <= (set() if name == H100 else {"psum_scatter"})
+    assert checked.ok == (not turned)
+    for op in ("all_gather", "psum_scatter"):
+        moved = {dtype for kind, dtype, *_ in compiled if kind == op}
+        assert moved == {c.dtype for c in sharded.plan.collectives if c.op == op}
     # Law 4: no array of the global batch.
     assert f"[{ROWS // 8}," in text
     assert not re.search(rf"\[(\d+,)*{ROWS}(,\d+)*\]\{{", text)

@@ -2,23 +2,41 @@
 
 import doctest
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from importlib import import_module
 
 import jax
+import pages
 import pytest
+from messages import all_messages
 
 import shardfn
+import shardfn.checkpoint
+import shardfn.targets
+import shardfn.testing
 
-PUBLIC = {
-    name: value
-    for name, value in vars(shardfn).items()
-    if not name.startswith("_") and not inspect.ismodule(value)
-}
+# Modules that are imported by their name: what they define is public too.
+MODULES = shardfn.checkpoint, shardfn.testing, shardfn.targets
+
+
+def public_names() -> Iterator[tuple[str, object]]:
+    """Public names, as users write them."""
+    for name, value in vars(shardfn).items():
+        if not name.startswith("_") and not inspect.ismodule(value):
+            yield f"shardfn.{name}", value
+    for module in MODULES:
+        for name, value in vars(module).items():
+            if getattr(value, "__module__", "") == module.__name__ and name[0] != "_":
+                yield f"{module.__name__}.{name}", value
+
+
+QUALIFIED = dict(public_names())
+PUBLIC = {name.rpartition(".")[2]: value for name, value in QUALIFIED.items()}
 
 
 # Their methods are what people call with arrays; those of rules are one line each.
-STEPS = shardfn.ShardedStep, shardfn.LocalStep
+STEPS = shardfn.ShardedStep, shardfn.LocalStep, shardfn.checkpoint.Checkpoints
 
 
 def functions() -> Iterator[tuple[str, Callable]]:
@@ -58,10 +76,10 @@ def test_functions_say_what_they_take_and_give(name: str) -> None:
     parameters = [p for p in signature.parameters if p != "self"]
     doc = inspect.getdoc(function)
     assert doc
-    assert "Args" in sections(function)
+    assert "Args" in sections(function) or not parameters
     assert "Returns" in sections(function)
     for parameter in parameters:
-        written = f"\n  {parameter}: ", f"\n  *{parameter}: "
+        written = [f"\n  {stars}{parameter}: " for stars in ("", "*", "**")]
         assert any(w in doc for w in written), f"{parameter} is not in Args"
 
 
@@ -90,3 +108,18 @@ def test_examples_run(name: str) -> None:
     assert jax.device_count() == 8
     failed, tried = doctest.testmod(import_module(name))
     assert tried and not failed
+
+
+def test_the_api_page_has_every_public_name() -> None:
+    entries = re.findall(r"^::: (\S+)$", (pages.DOCS / "api.md").read_text(), re.M)
+    assert sorted(entries) == sorted(QUALIFIED)
+
+
+def test_troubleshooting_has_every_message() -> None:
+    """A `pytb` block there is the first line of a message."""
+    text = (pages.DOCS / "troubleshooting.md").read_text()
+    blocks = re.findall(r"^```pytb\n(.*?)^```$", text, re.M | re.S)
+    entries = [" ".join(block.split()) for block in blocks]
+    missing = {m: w for m, w in all_messages().items() if m not in entries}
+    assert not missing, "add a block with this line, why it happens and what to do"
+    assert sorted(entries) == sorted(all_messages()), "no message says this any more"

@@ -224,7 +224,8 @@ def test_no_decision_looks_at_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "process_count", lambda *_: 5)
     assert plan_of() == before
     package = pathlib.Path(shardfn.__file__).parent
-    for file in package.rglob("*.py"):
+    # It knows which process this is, for those that place and write its own part.
+    for file in set(package.rglob("*.py")) - {package / "_processes.py"}:
         for word in ("process_index", "local_devices", "process_count"):
             assert word not in file.read_text(), file
 

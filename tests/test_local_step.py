@@ -150,6 +150,32 @@ def test_inside_set_mesh(kind: str, axis_type: AxisType, expected) -> None:
         assert_close(two_steps(local_step(), mesh, axes, True)[1], expected)
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_one_state_per_group(check_vma: bool) -> None:
+    """Another axis of the caller is manual too; its groups train states of their own,
+    and nothing moves between them."""
+    local, mesh = local_step(), mesh_of((2, 4), ("seed", "data"))
+    keys = jax.random.split(KEY, 2)
+
+    def train(key, batch):
+        state = local.init(create, key[0])
+        for _ in range(2):
+            state, metrics = local(state, batch)
+        out = local.unshard(state), metrics["loss"]
+        return jax.tree.map(lambda x: x[None], out)
+
+    mapped = in_shard_map(
+        train, mesh, (P("seed"), P("data")), P("seed"), check_vma=check_vma
+    )
+    whole, losses = mapped(keys, BATCH)
+    for seed in range(2):
+        state = create(keys[seed])
+        for _ in range(2):
+            state, metrics = jax.jit(step)(state, BATCH)
+        assert_close(jax.tree.map(lambda x: x[seed], whole), state)  # noqa: B023
+        np.testing.assert_allclose(losses[seed], metrics["loss"], rtol=1e-5)
+
+
 def test_pmap(expected) -> None:
     local = local_step()
     stacked = jax.tree.map(lambda x: x.reshape(8, 2, *x.shape[1:]), BATCH)

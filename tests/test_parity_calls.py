@@ -9,10 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import programs
 import pytest
-from parity import assert_same, make_mesh, shard_program, snapshot
+from parity import make_mesh, shard_program
 from parity import quick_compiles as quick_compiles
 
 import shardfn
+from shardfn._compare import snapshot
+from shardfn.testing import assert_same
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -48,7 +50,7 @@ def assert_same_call(step, state, *args):
     expected = jax.jit(three_arguments)(init(jax.random.key(0)), *args)
     result = step(state, *args)
     whole = (step.unshard(result[0]), *result[1:])
-    assert_same(snapshot(expected), snapshot(whole), "one call", 1e-5, weak_types=False)
+    assert_same(expected, whole, "one call", weak_types=False)
     return result[0]
 
 
@@ -106,9 +108,7 @@ def test_the_state_may_be_another_argument() -> None:
     x, start = arguments()[0], init(jax.random.key(0))
     expected = jax.jit(train_step)(x, start)
     state, rows = step(x, step.shard(start))
-    assert_same(
-        snapshot(expected), snapshot((step.unshard(state), rows)), "argument 1", 1e-5
-    )
+    assert_same(expected, (step.unshard(state), rows), "argument 1")
 
 
 def test_states_of_other_sizes_are_told_apart() -> None:
@@ -136,7 +136,7 @@ def test_unshard_undoes_shard_exactly() -> None:
     whole = jax.jit(program.init)(jax.random.key(0))
     before = snapshot(whole)
     after = snapshot(step.unshard(step.shard(whole)))
-    assert_same(before, after, "unshard(shard(state))", 0.0)
+    assert_same(before, after, "unshard(shard(state))", tol=0.0)
 
 
 @pytest.mark.parametrize("name", ["gpt_scan_remat", "masked_mean", "opt_adafactor"])

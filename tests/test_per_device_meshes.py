@@ -207,3 +207,29 @@ def test_a_step_that_tries_for_an_axis_is_plain() -> None:
 
     state, metrics = sharded(step)(W, X)
     np.testing.assert_array_equal(metrics["loss"], jax.jit(plain)(W, X)[1]["loss"])
+
+
+def test_local_shapes_before_the_first_collective() -> None:
+    """On the global batch the reshape fails; on a device's part it does not."""
+
+    def step(w, x):
+        return averaged(w, x.reshape(2, 12))
+
+    expected, _ = plain(W, X)
+    np.testing.assert_allclose(sharded(step)(W, X)[0], expected, rtol=1e-5)
+
+
+def test_a_mistake_of_a_plain_step_is_the_users_own() -> None:
+    def step(w, x):
+        return w - jnp.ones(3) @ x, {}
+
+    with pytest.raises(TypeError, match=r"got \(3,\) and \(16,\)"):
+        sharded(step).plan(W, X)
+
+
+def test_a_gather_over_two_axes_at_once_is_refused() -> None:
+    def step(w, x):
+        return w + lax.all_gather(x, AXES, tiled=True).sum(), {}
+
+    with pytest.raises(shardfn.ShardingError, match="name them one by one"):
+        sharded(step).plan(W, X)

@@ -53,9 +53,6 @@ scaled.defvjp(lambda x: (scaled(x), x), lambda x, g: (g * jnp.cos(x),))
     [
         (jax.jit(lambda x: jnp.sin(x)), ["sin"]),
         (jax.jit(jax.jit(lambda x: jnp.sin(x) + x)), ["sin", "add"]),
-        (clipped, ["min"]),
-        (scaled, ["sin"]),
-        (jax.nn.relu, ["max"]),
         (jax.named_call(jnp.sin, name="layer"), ["sin"]),
     ],
 )
@@ -63,9 +60,18 @@ def test_calls_are_inlined(function, expected) -> None:
     assert names(program_of(function, X)) == expected
 
 
+@pytest.mark.parametrize(
+    "function, expected",
+    [(clipped, ["min"]), (scaled, ["sin"]), (jax.jit(jax.nn.relu), ["max"])],
+)
+def test_functions_with_their_own_derivative_stay_calls(function, expected) -> None:
+    node = only(program_of(function, X), "custom")
+    assert names(node.bodies[0]) == expected
+
+
 def test_calls_are_inlined_in_control_flow() -> None:
     def body(carry, x):
-        return jax.jit(clipped)(carry + x), None
+        return jax.jit(lambda x: jnp.minimum(x, 1.0))(carry + x), None
 
     program = program_of(lambda x: lax.scan(body, x[0], x)[0], X)
     assert names(only(program, "scan").bodies[0]) == ["add", "min"]
@@ -189,6 +195,17 @@ def test_dead_constants_are_dropped() -> None:
 def test_zeros_are_known(function, is_zero: bool) -> None:
     program = program_of(function, X)
     assert (program.outputs[0] in program.zeros) is is_zero
+
+
+def test_literals_that_a_call_takes_are_told_apart() -> None:
+    """The same inner equation, called with two literals, is two equations."""
+
+    def f(x):
+        spread = jax.jit(lambda low, like: jnp.full(like.shape, low) + like)
+        return spread(0.0, x) - spread(1.0, x)
+
+    program = program_of(f, X)
+    assert sum(n.eqn.primitive.name == "broadcast_in_dim" for n in program.nodes) == 2
 
 
 def test_zeros_are_zero() -> None:

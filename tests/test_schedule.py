@@ -13,6 +13,7 @@ from parity import quick_compiles as quick_compiles
 
 import shardfn
 from shardfn import _planner
+from shardfn._control import Control
 from shardfn._plan import Apply, BodyPlan, Ref, Reshard
 from shardfn._program import Node, Program, make_program
 from shardfn._propagate import propagate
@@ -44,7 +45,7 @@ def planned(function, *arguments) -> tuple[Program, BodyPlan]:
 def hoisted(program: Program, plan: BodyPlan) -> tuple[list[Reshard], Apply]:
     """What `hoist` puts in front of the only loop, and the loop."""
     (loop,) = [s for s in plan.steps if isinstance(s, Apply) and s.bodies]
-    *moves, after = hoist(program, loop, AXES)
+    *moves, after = hoist(program, loop, Control())
     assert all(isinstance(m, Reshard) for m in moves)
     assert isinstance(after, Apply) and after.node == loop.node
     return moves, after
@@ -128,7 +129,7 @@ def test_a_branch_is_left_alone() -> None:
 
     program, plan = planned(step, ((16, 16), STORED), ((8, 16), ROWS))
     (branch,) = [s for s in plan.steps if isinstance(s, Apply) and s.bodies]
-    assert hoist(program, branch, AXES) == [branch]
+    assert hoist(program, branch, Control()) == [branch]
 
 
 def test_nested_loops_hoist_to_the_top() -> None:
@@ -139,7 +140,7 @@ def test_nested_loops_hoist_to_the_top() -> None:
         return lax.scan(outer, x, None, length=2)[0]
 
     program, plan = planned(step, ((16, 16), STORED), ((8, 16), ROWS))
-    plan = schedule(program, plan, AXES)
+    plan = schedule(program, plan, Control())
     assert [m.gathers_state for m in reshards(plan)] == [True]
     (loop,) = [s for s in plan.steps if isinstance(s, Apply) and s.bodies]
     assert gathered_bytes(loop.bodies[0]) == 0
@@ -174,7 +175,7 @@ def use(node: int, *operands: Ref, bodies: tuple[BodyPlan, ...] = (), times=1) -
 def shared(*steps, backward=None, unit=False, outputs=()) -> BodyPlan:
     flags = backward or (False,) * 6
     plan = BodyPlan((STORED, STORED), steps, outputs, (WHOLE,) * len(outputs))
-    return share(program_by_hand(flags), plan, AXES, unit=unit, in_loop=False)
+    return share(program_by_hand(flags), plan, Control(), unit=unit)
 
 
 def test_near_uses_share_one_gather() -> None:
@@ -286,7 +287,7 @@ def test_schedule_changes_no_bit(loss_fn, monkeypatch) -> None:
     x = np.random.default_rng(1).standard_normal((8, 16)).astype(np.float32)
     mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
     results, bodies = [], []
-    for passes in (schedule, lambda program, body, axes: body):
+    for passes in (schedule, lambda program, body, control: body):
         monkeypatch.setattr(_planner, "schedule", passes)
         run = shardfn.fully_shard(step, mesh, min_size=8)
         state, trail = run.shard(make_state()), []

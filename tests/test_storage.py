@@ -109,6 +109,13 @@ def test_unshard_undoes_shard(step) -> None:
     assert all(len(x.devices()) == 1 for x in jax.tree.leaves(back))
 
 
+def test_an_unsharded_state_outlives_the_next_step(step) -> None:
+    state = step.shard(make_state())
+    back = step.unshard(state)
+    step(state, X)
+    assert_equal(back, make_state())
+
+
 def test_init_gives_what_the_plain_function_gives(step) -> None:
     state = step.init(make_state)
     assert shapes_of(state) == STORED

@@ -1,5 +1,7 @@
 """In: a sharded step under JAX's transforms. Out: what the plain step gives there."""
 
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -230,3 +232,39 @@ def test_export(run, stored) -> None:
     assert again.nr_devices == 8
     placed = jax.device_put(X, NamedSharding(run.mesh, P("data")))
     assert_step(run, again.call(stored, placed), jax.jit(step)(STATE, X))
+
+
+ELSEWHERE = """
+import sys
+import jax, numpy as np
+from jax import export
+from jax.sharding import AxisType
+jax.config.update("jax_num_cpu_devices", 8)
+step = export.deserialize(bytearray(open(sys.argv[1], "rb").read()))
+given = np.load(sys.argv[2])
+mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+args = [given[str(i)] for i in range(len(given))]
+args = jax.tree.map(jax.device_put, args, list(step.in_shardings_jax(mesh)))
+args, kwargs = jax.tree.unflatten(step.in_tree, args)
+out = jax.tree.leaves(step.call(*args, **kwargs))
+np.savez(sys.argv[2], *out)
+assert "shardfn" not in sys.modules
+"""
+
+
+def test_export_to_another_process(tmp_path) -> None:
+    """Where the package need not be installed."""
+    pytest.importorskip("flatbuffers", reason="jax.export serializes with flatbuffers")
+    run = sharded(mesh=mesh_of("auto"))
+    stored = run.shard(STATE)
+    placed = jax.device_put(X, NamedSharding(run.mesh, P("data")))
+    exported = jax.export.export(jax.jit(run))(stored, placed)
+    program, arrays = tmp_path / "step.bin", tmp_path / "arrays.npz"
+    program.write_bytes(exported.serialize())
+    leaves = jax.tree.leaves((stored, X))
+    np.savez(arrays, **{str(i): x for i, x in enumerate(leaves)})
+    args = [sys.executable, "-c", ELSEWHERE, str(program), str(arrays)]
+    subprocess.run(args, check=True, cwd=tmp_path)
+    with np.load(arrays) as found:
+        out = [found[f"arr_{i}"] for i in range(len(found))]
+    assert_close(jax.tree.unflatten(exported.out_tree, out), run(stored, X))

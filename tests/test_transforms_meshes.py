@@ -4,6 +4,7 @@ print once, tensor-parallel inputs, and results that mix with the caller's own a
 
 import contextlib
 import functools
+import re
 from typing import Any
 
 import jax
@@ -103,6 +104,39 @@ def test_scan_in_a_mesh_context(axis_type: AxisType, is_set: bool) -> None:
     jax.tree.map(close, got, expected)
 
 
+def scanned(step):
+    return lambda state, x: lax.scan(step, state, jnp.stack([x, x[::-1]]))
+
+
+def of_seeds(step):
+    def many(state, x):
+        states = jax.tree.map(lambda w: jnp.stack([w, w + 1]), state)
+        return jax.vmap(step, (0, None))(states, x)[1]
+
+    return many
+
+
+def derivative(step):
+    def loss(state, x):
+        return jax.checkpoint(step)(state, x)[1]["loss"]
+
+    return jax.grad(loss, argnums=1)
+
+
+@each_type
+@pytest.mark.parametrize("kind", ["hybrid", "all"])
+@pytest.mark.parametrize("transformed", [scanned, of_seeds, derivative])
+def test_transforms_on_meshes_of_more_axes(transformed, kind: str, axis_type) -> None:
+    run = make(kind, axis_type)
+    state = run.shard(STATE) if transformed is scanned else STATE
+    got = jax.jit(transformed(run))(state, X)
+    expected = jax.jit(transformed(step))(STATE, X)
+    if transformed is scanned:
+        got = run.unshard(got[0]), got[1]
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    jax.tree.map(close, got, expected)
+
+
 @each_type
 @pytest.mark.parametrize("spec", [P(), P("data"), P(None, "data")], ids=str)
 @pytest.mark.parametrize("jit", [True, False], ids=["jit", "call"])
@@ -130,6 +164,53 @@ def test_results_mix_with_the_callers_arrays(axis_type: AxisType, jit: bool) -> 
     assert loss == expected["loss"] + 1
     np.testing.assert_array_equal(rows, expected["rows"] + X[:, 0])
     assert rows.sharding.spec == P("data")
+
+
+# Arrays that a step captures, and meshes that it names
+
+
+@each_type
+@pytest.mark.parametrize("spec", [P(), P("data"), P(None, "data")], ids=str)
+@pytest.mark.parametrize("kind", ["data", "all"])
+@pytest.mark.parametrize("is_set", [True, False], ids=["set_mesh", "no mesh"])
+def test_captured_arrays(kind: str, axis_type, spec: P, is_set: bool) -> None:
+    """They may be placed on the mesh, and typed by it, as masks and tables are."""
+    run = make(kind, axis_type)
+    table = np.arange(16 * 8, dtype=np.float32).reshape(16, 8) % 5 - 2
+    placed = jax.device_put(table, NamedSharding(run.mesh, spec))
+
+    def captures(table):
+        def captured(state, x):
+            new, metrics = step(state, x)
+            times = jnp.sum(table) + jnp.sum(table.T @ x)
+            return new, metrics | {"times": times, "rows": (x[:, :8] * table).sum(1)}
+
+        return captured
+
+    with jax.set_mesh(run.mesh) if is_set else contextlib.nullcontext():
+        run = make(kind, axis_type, captures(placed))
+        state, metrics = run(STATE, X)
+        whole = run.unshard(state)
+    expected = jax.jit(captures(table))(STATE, X)
+    jax.tree.map(np.testing.assert_array_equal, (whole, metrics), expected)
+
+
+@pytest.mark.parametrize("jit", [True, False], ids=["jit", "call"])
+def test_a_constraint_by_axis_names(jit: bool) -> None:
+    """`with_sharding_constraint` on axes of the mesh that is set; those that are
+    sharded over here say nothing new."""
+
+    def constrained(state, x):
+        wide = lax.with_sharding_constraint(x @ state["in"], P("data", "model"))
+        new, metrics = step(state, x)
+        return new, metrics | {"wide": wide.sum()}
+
+    run = make("model", AxisType.Auto, constrained)
+    with jax.set_mesh(run.mesh):
+        _, metrics = (jax.jit(run) if jit else run)(run.shard(STATE), X)
+        text = run.lower(STATE, X).as_text()
+    assert metrics["wide"] == (X @ STATE["in"]).sum()
+    assert re.search(r'sharding_constraint.*"model"', text)
 
 
 # Tensor parallelism

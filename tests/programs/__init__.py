@@ -6,15 +6,23 @@ from . import (  # noqa: F401  fills the registry
     autodiff,
     batchwise,
     conv,
+    decode,
     dropout,
+    experts,
+    generative,
     gpt,
+    leaves,
     libraries,
+    linear_algebra,
     llama,
     mlp,
     optimizers,
+    policies,
     recurrent,
     sizes,
     states,
+    steps,
+    transformers,
 )
 from ._program import Noisy as Noisy
 from ._program import Program as Program

@@ -40,7 +40,8 @@ class Program:
         gradients into its metrics instead.
       batch_spec: given to `fully_shard` as it is.
       gathers: whether the step does something along the batch that has no local
-        form (sort, cumsum), so that `fully_shard` may warn about its cost.
+        form (sort, cumsum, each row against all), so that values as large as the batch
+        are moved and `fully_shard` may warn about their cost.
     """
 
     name: str

@@ -1,5 +1,5 @@
 """In: a loss and an optax transformation. Out: the program that most people write:
-`value_and_grad`, `tx.update`, `apply_updates`.
+`value_and_grad`, `tx.update`, `apply_updates`; and the layers that programs share.
 """
 
 from collections.abc import Callable
@@ -33,6 +33,62 @@ def train(
         return state, {"loss": loss, "grad_norm": optax.tree.norm(grads)}
 
     return Program(name, init, train_step, batch, **kwargs)
+
+
+def descend(
+    name: str,
+    init: Callable[[jax.Array], Tree],
+    loss_fn: Callable[[Tree, Tree], tuple[jax.Array, Tree]],
+    batch: Callable[[int], Tree],
+    rate: float = 0.05,
+    **kwargs,
+) -> Program:
+    """The program whose state is what `init` makes and which goes down the gradient of
+    `loss_fn(state, batch) -> (loss, metrics)`."""
+
+    def train_step(state, batch):
+        grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
+        (loss, metrics), grads = grad_fn(state, batch)
+        state = jax.tree.map(lambda p, g: p - rate * jnp.conj(g), state, grads)
+        return state, {"loss": loss, **metrics}
+
+    return Program(name, init, train_step, batch, **kwargs)
+
+
+def normal_params(key: jax.Array, /, **shapes: tuple[int, ...]) -> dict:
+    """Normal weights of deviation 0.3, by name."""
+    keys = jax.random.split(key, len(shapes))
+    return {
+        name: 0.3 * jax.random.normal(k, shape)
+        for k, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
+
+
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """The mean cross entropy with integer labels."""
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def layer_norm(x: jax.Array) -> jax.Array:
+    """Without scale and bias."""
+    x = x - x.mean(-1, keepdims=True)
+    return x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True) + 1e-3)
+
+
+def attention_params(key: jax.Array, width: int, heads: int, head: int) -> dict:
+    """Weights of `attention`: `q`, `k`, `v` and `o`."""
+    into = (width, heads, head)
+    return normal_params(key, q=into, k=into, v=into, o=(heads, head, width))
+
+
+def attention(
+    params: dict, x_BxTxD: jax.Array, y_BxSxD: jax.Array, **options
+) -> jax.Array:
+    """Attention of `x` to `y` by `jax.nn.dot_product_attention`."""
+    q = jnp.einsum("btd,dhk->bthk", x_BxTxD, params["q"])
+    k, v = (jnp.einsum("bsd,dhk->bshk", y_BxSxD, params[name]) for name in "kv")
+    mixed = jax.nn.dot_product_attention(q, k, v, **options)
+    return jnp.einsum("bthk,hkd->btd", mixed, params["o"])
 
 
 def dense_params(key: jax.Array, *widths: int) -> list[dict]:

@@ -39,7 +39,7 @@ def accumulate_scan() -> Program:
         params = optax.apply_updates(state["params"], updates)
         return {"params": params, "opt": opt}, {"loss": loss / 2, "losses": losses}
 
-    return Program("accumulate_scan", init, train_step, vectors)
+    return Program("accumulate_scan", init, train_step, vectors, gathers=True)
 
 
 @register("contrastive")
@@ -61,7 +61,8 @@ def contrastive() -> Program:
         # The pull on the scale keeps its gradient away from a sum that cancels.
         return (rows + columns).mean() / 2 + 0.1 * params["log_scale"] ** 2
 
-    return train("contrastive", init_params, loss_fn, optax.adam(1e-2), vectors)
+    tx = optax.adam(1e-2)
+    return train("contrastive", init_params, loss_fn, tx, vectors, gathers=True)
 
 
 @register("masked_mean")
@@ -177,4 +178,4 @@ def attention_across_rows() -> Program:
         group = np.random.default_rng(seed).integers(0, 3, ROWS, dtype=np.int32)
         return vectors(seed) | {"group": group}
 
-    return with_aux("attention_across_rows", loss_fn, batch)
+    return with_aux("attention_across_rows", loss_fn, batch, gathers=True)

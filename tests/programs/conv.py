@@ -1,5 +1,5 @@
 """In: nothing. Out: convolutional networks: batch norm with statistics over the whole
-batch, max pooling; group norm, depthwise convolution, average pooling.
+batch, max pooling, residual blocks; group norm, depthwise convolution, average pooling.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from ._program import Program, register
 class BatchNormNet(nn.Module):
     @nn.compact
     def __call__(self, x, train: bool):
-        for features in (12, 16):
+        for features in (12, 20):
             # No bias: batch norm subtracts it, so that its true gradient is zero.
             x = nn.Conv(features, (3, 3), use_bias=False)(x)
             x = nn.BatchNorm(use_running_average=not train, momentum=0.9)(x)
@@ -29,9 +29,25 @@ class BatchNormState(TrainState):
     batch_stats: Any
 
 
-@register("conv_batch_norm")
-def conv_batch_norm() -> Program:
-    model, tx = BatchNormNet(), optax.sgd(0.05, momentum=0.9)
+class ResNet(nn.Module):
+    """A stem and a block whose second half has a stride and projects what it skips."""
+
+    @nn.compact
+    def __call__(self, x, train: bool):
+        def conv_norm(features, kernel, strides, x):
+            x = nn.Conv(features, kernel, strides, use_bias=False)(x)
+            return nn.BatchNorm(use_running_average=not train, momentum=0.9)(x)
+
+        x = nn.relu(conv_norm(12, (3, 3), (1, 1), x))
+        skipped = conv_norm(20, (1, 1), (2, 2), x)
+        x = nn.relu(conv_norm(20, (3, 3), (2, 2), x))
+        x = nn.relu(conv_norm(20, (3, 3), (1, 1), x) + skipped)
+        return nn.Dense(7)(x.mean((1, 2)))
+
+
+def batch_norm_program(name: str, model: nn.Module, **kwargs) -> Program:
+    """Trains a model that keeps statistics of the whole batch."""
+    tx = optax.sgd(0.05, momentum=0.9)
 
     def init(key):
         variables = model.init(key, jnp.zeros((1, 8, 8, 3)), train=False)
@@ -60,7 +76,17 @@ def conv_batch_norm() -> Program:
         state = state.apply_gradients(grads=grads, batch_stats=stats)
         return state, {"loss": loss, "accuracy": accuracy}
 
-    return Program("conv_batch_norm", init, train_step, images)
+    return Program(name, init, train_step, images, **kwargs)
+
+
+@register("conv_batch_norm")
+def conv_batch_norm() -> Program:
+    return batch_norm_program("conv_batch_norm", BatchNormNet())
+
+
+@register("conv_residual")
+def conv_residual() -> Program:
+    return batch_norm_program("conv_residual", ResNet())
 
 
 class GroupNormNet(nn.Module):

@@ -156,5 +156,5 @@ def gpt_key_bias() -> Program:
         "softmax does not see a shift of all keys: the true gradient is zero, and Adam"
         " turns its rounding noise into steps; metrics hold the gradient"
     )
-    noisy = (Noisy(r"\['key'\]\['bias'\]", reason),)
+    noisy = (Noisy("key/bias", reason),)
     return build("gpt_key_bias", Config(bias=True, layers=1), noisy=noisy)

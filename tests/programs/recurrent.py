@@ -7,7 +7,7 @@ import optax
 
 from ._data import tokens, vectors
 from ._program import Program, register
-from ._train import train
+from ._train import cross_entropy, normal_params, train
 
 
 class Lstm(nn.Module):
@@ -95,3 +95,44 @@ def loops_and_branches() -> Program:
         return {"w": w, "v": v, "step": step + 1}, metrics
 
     return Program("loops_and_branches", init, train_step, vectors)
+
+
+@register("gru_sequences")
+def gru_sequences() -> Program:
+    """A GRU reads a source, another writes the target and looks back at the states of
+    the first."""
+    width = 12
+
+    def init_params(key):
+        gates = (2 * width, 3 * width)
+        shapes = dict(table=(101, width), read=gates, write=gates)
+        return normal_params(key, **shapes, out=(2 * width, 101))
+
+    def gru(w, h, x):
+        reset, keep, _ = jnp.split(jnp.concatenate((h, x), -1) @ w, 3, axis=-1)
+        reset, keep = jax.nn.sigmoid(reset), jax.nn.sigmoid(keep)
+        new = jnp.concatenate((reset * h, x), -1) @ w[:, -width:]
+        return keep * h + (1 - keep) * jnp.tanh(new)
+
+    def loss_fn(params, batch):
+        source, x = (params["table"][batch[name].T] for name in ("source", "tokens"))
+
+        def read(h, x):
+            h = gru(params["read"], h, x)
+            return h, h
+
+        def write(h, x):
+            h = gru(params["write"], h, x)
+            weights = jax.nn.softmax(jnp.einsum("bd,sbd->bs", h, seen))
+            looked = jnp.einsum("bs,sbd->bd", weights, seen)
+            return h, jnp.concatenate((h, looked), -1) @ params["out"]
+
+        h, seen = jax.lax.scan(read, jnp.zeros(x.shape[1:]), source)
+        _, logits = jax.lax.scan(write, h, x)
+        return cross_entropy(logits, batch["labels"].T)
+
+    def batch(seed):
+        return tokens(seed, 5) | {"source": tokens(seed + 100)["tokens"]}
+
+    tx = optax.adam(1e-2)
+    return train("gru_sequences", init_params, loss_fn, tx, batch)

@@ -88,4 +88,4 @@ def size_norms_of_padded() -> Program:
     def batch(seed):
         return vectors(seed, 17, 11)
 
-    return Program("size_norms_of_padded", init, train_step, batch, gathers=True)
+    return Program("size_norms_of_padded", init, train_step, batch)

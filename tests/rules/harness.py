@@ -18,7 +18,7 @@ from jax.extend.core import JaxprEqn, Literal
 from jax.sharding import PartitionSpec as P
 
 import shardfn._rules  # noqa: F401
-from shardfn._compat import inlined_body, open_jaxpr, varying_axes
+from shardfn._compat import CUSTOM, inlined_body, open_jaxpr, varying_axes
 from shardfn._rule import (
     LocalOp,
     OpShardingRule,
@@ -68,7 +68,11 @@ def _evaluated(
             np.asarray(a.val, a.aval.dtype) if isinstance(a, Literal) else env[a]
             for a in eqn.invars
         ]
-        body = inlined_body(eqn)
+        body = (
+            eqn.params["call_jaxpr"]
+            if eqn.primitive.name in CUSTOM
+            else inlined_body(eqn)
+        )
         if body is None:
             yield eqn, values
         else:

@@ -1,4 +1,4 @@
-"""Rules of gathers, scatters and dynamic slices."""
+"""Rules of gathers and scatters."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -7,8 +7,8 @@ from jax import lax
 from table import Row, table
 
 ROWS = np.array([[3], [0], [7], [2], [3], [6]], np.int32)
+SOME = np.array([[3], [0], [7], [2]], np.int32)
 COLUMN = np.array([[1], [0], [1], [1], [0], [1], [1], [1]], np.int32)
-START = np.int32(1)
 
 
 def take(collapsed, start, sizes, offset, mode="clip", batching=((), ()), fill=None):
@@ -30,6 +30,19 @@ def take(collapsed, start, sizes, offset, mode="clip", batching=((), ()), fill=N
         ((8, 5), ROWS),
         "a b, c d -> c b  whole={a, d}",
         ({0},),
+        needless=("a:sum",),
+    ),
+    Row(
+        take((0,), (0,), (1, 5), (1,)),
+        ((8, 5), SOME),
+        "a b, c d -> c b  reduce={a}  whole={d}",
+        ({0},),
+    ),
+    Row(
+        take((0,), (0,), (1, 5), (1,), "promise_in_bounds"),
+        ((9, 5), np.array([[8], [0]], np.uint8)),
+        "a b, c d -> c b  reduce={a}  whole={d}",
+        ({0},),
     ),
     Row(
         take((), (0,), (2, 5), (1, 2)),
@@ -42,11 +55,12 @@ def take(collapsed, start, sizes, offset, mode="clip", batching=((), ()), fill=N
         ((6, 8), ROWS),
         "a b, c d -> a c  whole={b, d}",
         ({0},),
+        needless=("b:sum",),
     ),
     Row(
         take((1,), (1,), (1, 1), (), batching=((0,), (0,))),
         ((8, 5), COLUMN),
-        "a b, a c -> a  whole={b, c}",
+        "a b, a c -> a  reduce={b}  whole={c}",
         ({0},),
     ),
     Row(
@@ -64,6 +78,7 @@ def take(collapsed, start, sizes, offset, mode="clip", batching=((), ()), fill=N
         take((0,), (0,), (1, 5), (1,), "fill"),
         (integers((8, 5), jnp.int32), ROWS),
         "a b, c d -> c b  whole={a, d}",
+        needless=("a:sum", "a:or"),
     ),
     Row(
         take((0,), (0, 1), (1, 5), (1,), "fill"),
@@ -87,7 +102,6 @@ def put(op, inserted=(0,), to=(0,), window=(1,), batching=((), ()), **params):
     return lambda x, i, u: op(x, i, u, numbers, **params)
 
 
-SOME = np.array([[3], [0], [7], [2]], np.int32)
 JOINT = ({0, 2},)
 
 
@@ -151,26 +165,6 @@ JOINT = ({0, 2},)
     ),
 )
 def test_scatter_rule(row):
-    row.check()
-
-
-@table(
-    Row(
-        lambda x, i: lax.dynamic_slice(x, (i, i), (3, 5)),
-        ((8, 5), START),
-        "a b, ,  -> c b  whole={a, c}",
-        ({0},),
-        name="dynamic_slice",
-    ),
-    Row(
-        lambda x, u, i: lax.dynamic_update_slice(x, u, (i, i)),
-        ((8, 5), (3, 5), START),
-        "a b, c b, ,  -> a b  whole={a, c}",
-        ({0, 1},),
-        name="dynamic_update_slice",
-    ),
-)
-def test_dynamic_slice_rule(row):
     row.check()
 
 

@@ -1,0 +1,76 @@
+"""In: `save` or `restore`, and a directory. Out: what that adds to the memory of this
+process at its peak, relative to the bytes of the state's shards; a program of its own,
+so that nothing else has been in its memory.
+
+CPU devices keep their shards in host memory: saving reads them there, and restoring
+makes them there.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+import shardfn
+from shardfn.checkpoint import Checkpoints
+
+SHAPES = {
+    "even": (1024, 1024, 8),
+    "padded": (4093, 1024),
+    "flattened": (331, 83, 190),
+}
+
+
+def create() -> dict[str, jax.Array]:
+    return {k: jnp.full(shape, 0.5, jnp.float32) for k, shape in SHAPES.items()}
+
+
+def memory(what: str) -> int:
+    """Bytes: VmRSS now, VmHWM at the peak since the process began."""
+    with open("/proc/self/status") as status:
+        line = next(line for line in status if line.startswith(what))
+    return int(line.split()[1]) * 1024
+
+
+def peak_of(run: Callable[[], None]) -> int:
+    """At least what `run()` holds more than was held before."""
+    before = memory("VmRSS")
+    run()
+    return memory("VmHWM") - before
+
+
+def main(action: str, directory: str) -> None:
+    jax.config.update("jax_num_cpu_devices", 8)
+    mesh = jax.make_mesh((8,), ("data",))
+    step = shardfn.fully_shard(lambda s, x: (s, x), mesh)
+    whole = jax.eval_shape(create)
+    own = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(whole))
+    states = []
+
+    def save() -> None:
+        checkpoints.save(1, states[0])
+        checkpoints.wait()
+
+    def restore() -> None:
+        states.append(jax.block_until_ready(checkpoints.restore(whole)))
+
+    with Checkpoints(directory, step) as checkpoints:
+        if action == "save":
+            small = step.init(lambda: jnp.ones((331, 83)))
+            checkpoints.save(0, small)  # starts threads, loads what is loaded once
+            checkpoints.wait()
+            states.append(jax.block_until_ready(step.init(create)))
+            peak = peak_of(save)
+        else:
+            checkpoints.restore(jnp.zeros((331, 83)), 0)
+            peak = peak_of(restore)
+            assert all(
+                (s.data <= 0.5).all() for s in states[0]["flattened"].addressable_shards
+            )
+    print(json.dumps({"own": own, "peak": peak / own}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,64 @@
+"""The language model example generates: its cache, sharded states, exported files."""
+
+import dataclasses
+
+import export
+import generate
+import jax
+import numpy as np
+import pytest
+from config import ConfigError
+from generate import continue_prompts, prompts
+from models import make_model
+from tokens import Bytes
+from train import main
+
+pytestmark = pytest.mark.standard_promotion
+LENGTH = 6
+
+
+def test_the_cache_gives_the_tokens_of_the_whole_text(tiny):
+    """The likeliest token after each prompt and what was added to it so far."""
+    model = dataclasses.replace(tiny.model, dtype="float32")
+    init, apply = make_model(model)
+    params = jax.tree.map(lambda x: 10 * x, init(jax.random.key(0)))  # not all alike
+    batch = prompts(["Line", "A longer prompt", ""], Bytes(), rows=4)
+    run = jax.jit(continue_prompts, static_argnums=(3, 4, 5))
+    found_BxN = np.asarray(run(params, batch, jax.random.key(0), model, LENGTH, 0.0))
+    assert found_BxN.shape == (4, LENGTH)
+    assert (found_BxN[2] == found_BxN[3]).all()  # rows that fill up are empty prompts
+    assert (found_BxN[0] != found_BxN[1]).any()
+    for row in range(3):
+        prompt_T = batch["inputs"][row][batch["segments"][row] == 0]
+        text_T = np.concatenate([prompt_T, found_BxN[row]])[None]
+        places = np.arange(text_T.shape[1])[None]
+        whole = {"inputs": text_T, "segments": 0 * places, "positions": places}
+        logits_TxV = np.asarray(apply(params, whole, None))[0]
+        expected_N = logits_TxV[len(prompt_T) - 1 : -1].argmax(-1)
+        assert found_BxN[row].tolist() == expected_N.tolist()
+
+
+def test_a_sharded_state_and_an_exported_one_say_the_same(tiny, tmp_path, capsys):
+    pytest.importorskip("safetensors")
+    main(dataclasses.replace(tiny, save_every=3))
+    choices = dict(prompt=("Line 7 is", "L"), tokens=LENGTH, temperature=0.0)
+    sharded = generate.main(generate.Flags(run_dir=tiny.run_dir, **choices))
+    capsys.readouterr()
+    path = str(tmp_path / "model.safetensors")
+    export.main(export.Flags(tiny.run_dir, path))
+    assert capsys.readouterr().out == f"11 tensors of step 3 in {path}\n"
+    alone = generate.main(generate.Flags(weights=path, **choices))
+    assert sharded == alone and len(alone) == 2
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ({}, "give one of --run-dir and --weights."),
+        ({"weights": "no.safetensors"}, "--weights no.safetensors: no such file."),
+    ],
+)
+def test_flags_that_cannot_be_followed_are_refused(flags, message):
+    with pytest.raises(ConfigError) as caught:
+        generate.main(generate.Flags(**flags))
+    assert str(caught.value) == message

@@ -1,0 +1,51 @@
+"""Several processes train the language model: one is killed, and the rest goes on.
+
+Processes that start on a busy machine may miss the 30 seconds that gloo gives them to
+find each other, so this runs when it is asked for: `KILLS=2 pytest tests/examples`.
+"""
+
+import dataclasses
+import os
+import socket
+from pathlib import Path
+
+import pytest
+from test_lm_saving import command, losses, saved, start, wait_for
+
+HEARTBEAT = 10
+
+
+def processes(config, count: int, folder: Path, name: str):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    logs = [folder / f"{name}{i}" for i in range(count)]
+    several = ["--coordinator", address, "--process-count", str(count)]
+    several += ["--heartbeat-seconds", str(HEARTBEAT), "--devices", "2"]
+    return logs, [
+        start(command(config, *several, "--process-id", str(i)), log)
+        for i, log in enumerate(logs)
+    ]
+
+
+@pytest.mark.skipif("KILLS" not in os.environ, reason="KILLS=2 runs it")
+@pytest.mark.standard_promotion
+def test_without_one_process_the_others_end_and_fewer_go_on(tiny, tmp_path):
+    config = dataclasses.replace(tiny, steps=5000, save_every=2, batch_size=12)
+    logs, running = processes(config, 3, tmp_path, "first")
+    wait_for(lambda: max(saved(config), default=0) >= 4, running[0], logs[0])
+    running[1].kill()
+    for process, log in zip(running, logs, strict=True):
+        assert process.wait(120) != 0
+        if process is not running[1]:
+            assert "another task died" in log.read_text()
+    last = saved(config)[-1]
+    before = losses(config.run_dir)
+    config = dataclasses.replace(config, steps=last + 2)
+    logs, running = processes(config, 2, tmp_path, "second")
+    for process, log in zip(running, logs, strict=True):
+        assert process.wait(300) == 0, log.read_text()
+        assert f"going on after step {last} of {last + 2}" in log.read_text()
+    after = losses(config.run_dir)
+    assert sorted(after) == list(range(1, last + 3))
+    assert all(before[k] == after[k] for k in range(1, last + 1))

@@ -1,0 +1,91 @@
+"""In: a port, the number of processes and this one's, and what to do. Out: what this
+process finds, as JSON; a program of its own, since JAX connects processes only once.
+"""
+
+import json
+import sys
+from typing import Any
+
+import jax
+
+PORT, COUNT, INDEX, TASK, DIRECTORY = *map(int, sys.argv[1:4]), *sys.argv[4:6]
+DEVICES = 2  # per process
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", DEVICES)
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(f"localhost:{PORT}", COUNT, INDEX)
+
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+
+import shardfn  # noqa: E402
+from shardfn.checkpoint import Checkpoints  # noqa: E402
+
+ROWS = 8
+
+
+def create(key: jax.Array) -> dict[str, Any]:
+    return {
+        "even": jax.random.normal(key, (5, 16)),
+        "flat": jax.random.normal(key, (5, 7)),
+        "long": jax.random.normal(key, (13, 31)),
+        "padded": jax.random.normal(key, (1003,)),
+        "key": jax.random.key(5),
+        "count": jnp.int32(0),
+    }
+
+
+def train_step(state: Any, x: jax.Array) -> Any:
+    def loss_fn(p: Any) -> jax.Array:
+        sizes = sum(jnp.square(v).sum() for v in p.values())
+        return jnp.square(x @ p["even"]).mean() + sizes * x.mean()
+
+    params = {k: state[k] for k in ("even", "flat", "long", "padded")}
+    loss, grads = jax.value_and_grad(loss_fn)(params)
+    new = {k: state[k] - 0.1 * grads[k] for k in params}
+    return state | new | {"count": state["count"] + 1}, loss
+
+
+def other_step(state: Any, x: jax.Array) -> Any:
+    state, loss = train_step(state, jnp.sin(x))
+    return state, loss
+
+
+def train(step: shardfn.ShardedStep) -> dict[str, Any]:
+    x = np.arange(ROWS * 5, dtype=np.float32).reshape(ROWS, 5) / 40
+    own = ROWS // COUNT
+    batch = step.local_batch(x[INDEX * own : (INDEX + 1) * own])
+    state = step.init(create, jax.random.key(0))
+    state, _ = step(state, batch)
+    with Checkpoints(DIRECTORY, step) as checkpoints:
+        checkpoints.save(1, state)
+        state, loss = step(state, batch)
+        restored = checkpoints.restore(jax.eval_shape(create, jax.random.key(0)))
+    again, _ = step(restored, batch)
+    same = all(
+        np.array_equal(a.data, b.data)
+        for k in ("even", "flat", "long", "padded")
+        for a, b in zip(
+            state[k].addressable_shards, again[k].addressable_shards, strict=True
+        )
+    )
+    whole = step.unshard(state, process=0)
+    sums = whole and {k: float(jnp.abs(whole[k]).sum()) for k in ("flat", "long")}
+    return {"loss": float(loss), "same": same, "sums": sums}
+
+
+def main() -> None:
+    mesh = jax.make_mesh((COUNT * DEVICES,), ("data",))
+    is_other = TASK == "differ" and INDEX == 1
+    chosen = other_step if is_other else train_step
+    step = shardfn.fully_shard(chosen, mesh, min_size=8)
+    try:
+        found = train(step)
+    except shardfn.ShardingError as error:
+        found = {"error": str(error)}
+    print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""In: models with scanned layers, and how many layers ahead to gather. Out: the gathers
+in the loop's carry, as often as the plan says, the same bits, and the memory stated.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from parity import quick_compiles as quick_compiles
+from plan_helpers import Sharded, cpu_mesh, emitted_moves, planned_moves, shard_fn, walk
+from test_reshard_after_forward import (
+    LAYERS,
+    ROWS,
+    STATE,
+    assert_moves_hold,
+    gathers,
+    run,
+    train,
+)
+
+
+def sharded(kind: str, prefetch: Any, **options: Any) -> Sharded:
+    mesh = cpu_mesh(4)
+    return shard_fn(train(kind), mesh, STATE, ROWS, prefetch=prefetch, **options)
+
+
+def loops(case: Sharded) -> list[tuple[Any, list[str]]]:
+    """Every scan and the primitives in its body, not in remats in it."""
+    found = []
+    for eqn, *_ in walk(case.local):
+        if eqn.primitive.name == "scan":
+            body = eqn.params["jaxpr"]
+            eqns = getattr(body, "jaxpr", body).eqns
+            found.append((eqn, [e.primitive.name for e in eqns]))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["scan", "scan_remat"])
+@pytest.mark.parametrize("lead", [1, 2])
+def test_gathers_run_ahead_of_their_layer(kind: str, lead: int) -> None:
+    case, plain = sharded(kind, lead), sharded(kind, 0)
+    times = {"forward": LAYERS + lead, "backward": LAYERS + lead}
+    found = gathers(case.plan)
+    assert found["up"] == found["down"] == times
+    assert found["head"] == gathers(plain.plan)["head"]
+    assert_moves_hold(case, kind)
+    for eqn, primitives in loops(case):
+        name = "all_gather_invariant"
+        whole = [v.aval.shape for v in eqn.outvars if v.aval.shape in SHAPES]
+        assert primitives.count(name) == 2, "outside of the remat"
+        assert len(whole) == 2 * lead, "carried"
+    jax.tree.map(np.testing.assert_array_equal, run(case), run(plain))
+
+
+SHAPES = {shape[1:] for shape in STATE["layers"].values()}
+
+
+def test_patterns_choose_their_own_lead() -> None:
+    case = sharded("scan_remat", {"*/up": 2, "*/down": 1})
+    found = gathers(case.plan)
+    assert found["up"]["forward"] == LAYERS + 2
+    assert found["down"]["backward"] == LAYERS + 1
+    assert emitted_moves(case) == planned_moves(case.plan)
+    plain = sharded("scan_remat", 0)
+    jax.tree.map(np.testing.assert_array_equal, run(case, 1), run(plain, 1))
+
+
+def test_what_is_kept_is_not_gathered_ahead_again() -> None:
+    case = sharded("scan_remat", 1, reshard_after_forward=False)
+    assert gathers(case.plan)["up"] == {"forward": LAYERS + 1}
+    assert_moves_hold(case, "scan_remat")
+    plain = sharded("scan_remat", 0)
+    jax.tree.map(np.testing.assert_array_equal, run(case, 1), run(plain, 1))
+
+
+def test_what_depends_on_the_carry_is_gathered_in_its_iteration() -> None:
+    def step(w, x):
+        def body(carry, layer):
+            x, shift = carry
+            return (jnp.tanh(x @ (layer + shift)), shift * 2), None
+
+        (x, _), _ = lax.scan(body, (x, jnp.ones((16, 16))), w)
+        return w, x.sum()
+
+    case = shard_fn(step, cpu_mesh(4), (3, 16, 16), (8, 16), prefetch=1)
+    (line,) = [c for c in case.plan.collectives if c.op == "all_gather"]
+    assert line.times == 3
+
+
+@pytest.mark.parametrize("lead", [1, 2])
+def test_memory_grows_by_the_layers_that_are_ahead(lead: int) -> None:
+    """Each loop carries `lead` layers' weights; only one loop runs at a time."""
+    temporary = [
+        sharded("scan_remat", ahead).compile().memory_analysis().temp_size_in_bytes
+        for ahead in (0, lead)
+    ]
+    layer = sum(2 * a * b for a, b in SHAPES)
+    grown = temporary[1] - temporary[0]
+    assert lead * layer // 2 <= grown <= 3 * (lead + 1) * layer

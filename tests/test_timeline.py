@@ -1,0 +1,296 @@
+"""In: HLO texts and jaxprs written out by hand. Out: their FLOPs, bytes, live memory,
+and when what runs on a machine with round rates.
+"""
+
+import math
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from test_hlo_text import ADD, module
+
+from shardfn import targets
+from shardfn._flops import Flops, count_flops
+from shardfn._hlo_cost import cost_of
+from shardfn._hlo_live import live_bytes
+from shardfn._hlo_parse import parse_module
+from shardfn._timeline import Rates, play
+
+GROUPS = "replica_groups={{0,1,2,3,4,5,6,7}}"
+
+
+def flops_of(fn, *shapes) -> Flops:
+    avals = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    return count_flops(jax.make_jaxpr(fn)(*avals).jaxpr)
+
+
+def layer(h, w):
+    return jnp.tanh(h @ w), None
+
+
+@pytest.mark.parametrize(
+    "fn, shapes, run",
+    [
+        (lambda x, w: x @ w, [(8, 4), (4, 6)], 2 * 8 * 4 * 6),
+        (lambda x, w: x + w, [(8, 4), (8, 4)], 0),
+        (
+            lambda x, w: jnp.einsum("bij,bjk->bik", x, w),
+            [(3, 8, 4), (3, 4, 6)],
+            3 * 2 * 8 * 4 * 6,
+        ),
+        (lambda x, w: lax.scan(layer, x, w)[0], [(8, 4), (5, 4, 4)], 5 * 2 * 8 * 4 * 4),
+        (
+            lambda x, w: lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: x @ w @ w),
+            [(4, 4), (4, 4)],
+            2 * 2 * 4**3,
+        ),
+        (
+            lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "SAME"),
+            [(2, 3, 8, 8), (5, 3, 3, 3)],
+            2 * (2 * 5 * 8 * 8) * (3 * 3 * 3),
+        ),
+    ],
+)
+def test_flops_of_a_jaxpr(fn, shapes, run) -> None:
+    expected = Counter({"float32": run}) if run else Counter()
+    assert flops_of(fn, *shapes) == Flops(expected, expected)
+
+
+def test_rematerialized_flops_are_not_the_models() -> None:
+    def loss(w, x):
+        block = jax.checkpoint(lambda x: jnp.tanh(jnp.tanh(x @ w[0]) @ w[1]))
+        return block(x).sum()
+
+    found = flops_of(jax.grad(loss), (2, 16, 16), (8, 16))
+    one = 2 * 8 * 16 * 16
+    # Forward 2, again 2, backward 4 less the input's gradient, which nobody wants.
+    assert found.model == {"float32": 5 * one}
+    assert found.run == {"float32": 7 * one}
+
+
+def test_a_while_loop_counts_once_and_says_so() -> None:
+    def fn(x):
+        return lax.while_loop(lambda x: x[0, 0] < 1, lambda x: x @ x, x)
+
+    found = flops_of(fn, (4, 4))
+    assert found.run == {"float32": 2 * 4**3} and not found.exact
+
+
+DOT = "%d = f32[64,32] dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+A = "%a = bf16[64,128] parameter(0)"
+B = "%b = bf16[128,32] parameter(1)"
+
+
+@pytest.mark.parametrize(
+    "lines, flops, size",
+    [
+        (
+            [A, B, DOT],
+            {"bfloat16": 2 * 64 * 128 * 32},
+            64 * 128 * 2 + 128 * 64 + 64 * 128,
+        ),
+        (
+            [
+                A,
+                B,
+                '%g = (f32[64,32], s8[1024]) custom-call(%a, %b), custom_call_target="'
+                '__cublas$gemm", backend_config={"dot_dimension_numbers":'
+                '{"lhs_contracting_dimensions":["1"],"lhs_batch_dimensions":[]}}',
+            ],
+            {"bfloat16": 2 * 64 * 128 * 32},
+            4 * 64 * 128 + 1024,
+        ),
+        (  # A matmul with 8 x 8 batch dimensions, as the TPU writes it.
+            [
+                "%a = bf16[8,8,256,64]{3,2,1,0:T(8,128)} parameter(0)",
+                "%b = bf16[8,8,64,256] parameter(1)",
+                "%c = bf16[8,8,256,256] convolution(%a, %b), window={size=8x8 "
+                "stride=7x7 lhs_dilate=8x8}, dim_labels=01bf_01io->01bf",
+            ],
+            {"bfloat16": 2 * 64 * 256 * 256 * 64},
+            (8 * 8 * 256 * 64 * 2 + 8 * 8 * 256 * 256) * 2,
+        ),
+        (  # A convolution with padding: the border meets fewer elements.
+            [
+                "%a = f32[1,4,3] parameter(0)",
+                "%b = f32[3,3,5] parameter(1)",
+                "%c = f32[1,4,5] convolution(%a, %b), window={size=3 pad=1_1}, "
+                "dim_labels=b0f_0io->b0f",
+            ],
+            {"float32": 2 * 5 * 3 * (3 * 4 - 2)},
+            4 * (12 + 45 + 20),
+        ),
+        (  # On-chip memory is not device memory.
+            [
+                "%a = f32[64]{0:T(128)S(1)} parameter(0)",
+                "%n = f32[64]{0} negate(%a)",
+            ],
+            {},
+            256,
+        ),
+        (
+            [
+                "%a = f32[9,64] parameter(0)",
+                "%i = s32[] parameter(1)",
+                "%s = f32[1,64] dynamic-slice(%a, %i, %i), dynamic_slice_sizes={1,64}",
+            ],
+            {},
+            2 * 256 + 8,
+        ),
+        (["%a = f32[8] parameter(0)", "%t = (f32[8]) tuple(%a)"], {}, 0),
+    ],
+)
+def test_cost_of_an_instruction(lines, flops, size) -> None:
+    parsed = parse_module(module("\n".join(lines)))
+    last = list(parsed.entry.instructions.values())[-2]
+    cost = cost_of(last, parsed.entry, parsed)
+    assert (cost.flops, cost.bytes) == (flops, size)
+
+
+UPDATED = """
+%fused (p0: f32[9,64], p1: s32[], p2: f32[1,64]) -> f32[9,64] {
+  %p0 = f32[9,64] parameter(0)
+  %p1 = s32[] parameter(1)
+  %p2 = f32[1,64] parameter(2)
+  ROOT %u = f32[9,64] dynamic-update-slice(%p0, %p2, %p1, %p1)
+}
+"""
+SLICED = """
+%fused (p0: f32[9,64], p1: s32[], p2: f32[1,64]) -> f32[1,64] {
+  %p0 = f32[9,64] parameter(0)
+  %p1 = s32[] parameter(1)
+  %p2 = f32[1,64] parameter(2)
+  %s = f32[1,64] dynamic-slice(%p0, %p1, %p1), dynamic_slice_sizes={1,64}
+  ROOT %u = f32[1,64] add(%s, %p2)
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "result, inner, size, live",
+    [
+        # The update is read and written in place; the array it goes into is left alone.
+        ("f32[9,64]", UPDATED, 4 + 2 * 256, 0),
+        ("f32[1,64]", SLICED, 4 + 3 * 256, 256),
+    ],
+)
+def test_fusions_touch_only_what_they_slice(result, inner, size, live) -> None:
+    entry = f"""
+      %a = f32[9,64] parameter(0)
+      %i = s32[] parameter(1)
+      %b = f32[1,64] parameter(2)
+      %f = {result} fusion(%a, %i, %b), kind=kLoop, calls=%fused
+    """
+    parsed = parse_module(module(entry, inner))
+    assert cost_of(parsed.entry.instructions["f"], parsed.entry, parsed).bytes == size
+    assert live_bytes(parsed.entry, parsed)["f"] == live
+
+
+ROUND = Rates(
+    matmul=lambda _: 2.0 * 64 * 128 * 32, memory=math.inf, transfer=lambda _: 3.0
+)
+"""The dot above takes a second, a transfer three, and memory is free."""
+
+START = (
+    f"%s = (f32[8], f32[64]) all-gather-start(%p), {GROUPS}, dimensions={{0}}",
+    "%e = f32[64] all-gather-done(%s)",
+)
+
+
+def kinds(spans) -> list[tuple[str, float, float]]:
+    return [(s.kind, s.start, pytest.approx(s.end)) for s in spans]
+
+
+@pytest.mark.parametrize(
+    "lines, device, exposed",
+    [
+        ([START[0], DOT, START[1]], [("matmul", 0, 1), ("wait", 1, 3)], 2),
+        ([*START, DOT], [("wait", 0, 3), ("matmul", 3, 4)], 3),
+        (
+            [f"%g = f32[64] all-gather(%p), {GROUPS}, dimensions={{0}}", DOT],
+            [("wait", 0, 3), ("matmul", 3, 4)],
+            3,
+        ),
+    ],
+)
+def test_the_device_waits_where_the_schedule_does(lines, device, exposed) -> None:
+    p = "%p = f32[8] parameter(2)"
+    found = play(module("\n".join([A, B, p, *lines])), ROUND)
+    shown = [s for s in found.device if s.end - s.start > 1e-9]
+    assert kinds(shown) == device
+    assert kinds(found.links) == [("all_gather", 0, 3)]
+    assert found.exposed == pytest.approx(exposed)
+    assert found.seconds == pytest.approx(device[-1][2])
+    assert found.links[0].bytes == 64 * 4 * 7 // 8
+
+
+LOOP = f"""{ADD}
+%body (c: (s32[], f32[64,128])) -> (s32[], f32[64,128]) {{
+  %c = (s32[], f32[64,128]) parameter(0)
+  %n = s32[] get-tuple-element(%c), index=0
+  %x = f32[64,128] get-tuple-element(%c), index=1
+  %r = f32[64,128] all-reduce(%x), {GROUPS}, to_apply=%add
+  ROOT %t = (s32[], f32[64,128]) tuple(%n, %r)
+}}
+%test (d: (s32[], f32[64,128])) -> pred[] {{
+  %d = (s32[], f32[64,128]) parameter(0)
+  ROOT %always = pred[] constant(true)
+}}
+"""
+ENTRY = """
+  %n = s32[] parameter(0)
+  %x = f32[64,128] parameter(1)
+  %y = f32[64,128] negate(%x)
+  %t = (s32[], f32[64,128]) tuple(%n, %y)
+  %w = (s32[], f32[64,128]) while(%t), condition=%test, body=%body, TRIPS
+  %v = f32[64,128] get-tuple-element(%w), index=1
+  %m = f32[64,128] negate(%v)
+"""
+
+
+def test_loops_are_played_as_often_as_they_run() -> None:
+    trips = 'backend_config={"known_trip_count":{"n":"4"}}'
+    found = play(module(ENTRY.replace("TRIPS", trips), LOOP), ROUND)
+    assert found.seconds == pytest.approx(4 * 3)
+    assert found.rounds == tuple((3.0 * i, 3.0 * (i + 1), i) for i in range(4))
+    many = trips.replace('"4"', '"1000"')
+    found = play(module(ENTRY.replace("TRIPS", many), LOOP), ROUND)
+    assert found.seconds == pytest.approx(3000)
+    assert len(found.rounds) == 256
+
+
+def test_live_memory_follows_the_schedule() -> None:
+    parsed = parse_module(module(ENTRY.replace(", TRIPS", ""), LOOP))
+    one = 64 * 128 * 4
+    live = live_bytes(parsed.entry, parsed)
+    # The carry is `y`'s memory; the loop's result, a view of it, dies at `m`.
+    assert [live[name] // one for name in ("n", "y", "t", "w", "v", "m")] == [
+        *(0, 1, 1, 1, 1, 2)
+    ]
+    found = play(module(ENTRY.replace(", TRIPS", ""), LOOP), ROUND)
+    assert max(b for _, b in found.live) == 2 * one
+
+
+@pytest.mark.parametrize(
+    "name, coords, seconds",
+    [
+        ("h100:1x8x8", [(0, 0, g) for g in range(8)], 1 / 450),
+        # Eight network cards of 50 GB/s at each host's edge, or one.
+        ("h100:1x8x8", [(0, h, g) for h in range(8) for g in range(8)], 1 / 400),
+        ("h100:1x8x8", [(0, h, 0) for h in range(8)], 1 / 50),
+        ("tpu:v5p:4x4x4", [(i, 0, 0) for i in range(4)], 3 / 600),
+        ("tpu:v5p:4x4x4", [(i, j, 0) for i in range(4) for j in range(4)], 1.5 / 600),
+        ("tpu:v5e:2x4", [(i, j, 0) for i in range(2) for j in range(4)], 1 / 200),
+    ],
+)
+def test_seconds_of_a_transfer(name, coords, seconds) -> None:
+    found = targets.target(name).transfer_seconds(1e9, coords)
+    assert found == pytest.approx(seconds)
+
+
+def test_float32_matmuls_are_half_as_fast_on_gpus() -> None:
+    h100, v5e = targets.target("h100:8"), targets.target("tpu:v5e:2x4")
+    assert h100.matmul_rate("float32") == h100.matmul_rate("bfloat16") / 2
+    assert v5e.matmul_rate("float32") == v5e.matmul_rate("bfloat16")
