@@ -56,7 +56,9 @@ def reshard_path(
     """
     path = [start]
     while path[-1] != end:
-        path.append(_next(path[-1], end, shape, axes))
+        after = _next(path[-1], end, shape, axes)
+        assert after not in path, f"no path from {start} to {end}: {path}"
+        path.append(after)
     return tuple(path)
 
 
@@ -129,14 +131,15 @@ def _reduce(
 def _gather(
     now: Sharding, end: Sharding, shape: Sequence[int], axes: Axes
 ) -> Sharding | None:
-    """Gathers the most minor axis of a dimension whose split is not the final one."""
+    """Gathers the most minor axis of a dimension that is split by a wrong axis, or that
+    is yet to be split by a more major one."""
     for axis in range(len(axes.names)):
         state = now[axis]
         if not isinstance(state, Split) or axes_of(now, state.dim)[-1] != axis:
             continue
-        if any(now[a] != end[a] for a in axes_of(now, state.dim)) or any(
-            a not in axes_of(now, state.dim) for a in axes_of(end, state.dim)
-        ):
+        present, final = axes_of(now, state.dim), axes_of(end, state.dim)
+        misplaced = any(now[a] != end[a] for a in present)
+        if misplaced or any(a < axis and a not in present for a in final):
             return on_axis(now, axis, None)
     return None
 

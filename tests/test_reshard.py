@@ -34,23 +34,24 @@ from shardfn._sharding import (
 )
 
 AXES = Axes(("replica", "data"), (2, 4))
+THREE = Axes(("pod", "replica", "data"), (2, 2, 3))
 SUM = Unreduced()
 # Padding of what goes in; none of it may come out as a value.
 GARBAGE = 1000.0
-PAIRS = 12
+PAIRS = 48
 SHAPES = [(8, 16), (16, 7), (5, 3), (2, 3, 5), (8, 4, 3), (1, 8), (9,)]
 
 
-def shardings_of(shape: tuple[int, ...]) -> list[Sharding]:
+def shardings_of(shape: tuple[int, ...], axes: Axes = AXES) -> list[Sharding]:
     """Every sharding that `can_split` lets a value of `shape` have."""
     dims = [*range(len(shape)), *(flat(i) for i in range(len(shape)))]
     states = [None, SUM, *(Split(d, stored=True) for d in dims)]
     found = []
-    for pair in itertools.product(states, repeat=2):
-        reached: Sharding = AXES.replicated
-        for axis, state in enumerate(pair):
+    for each in itertools.product(states, repeat=len(axes.names)):
+        reached: Sharding = axes.replicated
+        for axis, state in enumerate(each):
             if isinstance(state, Split):
-                if not can_split(shape, reached, axis, state, AXES):
+                if not can_split(shape, reached, axis, state, axes):
                     break
             reached = on_axis(reached, axis, state)
         else:
@@ -152,18 +153,24 @@ def test_every_pair_of_shardings(mesh, shape: tuple[int, ...]) -> None:
         np.testing.assert_array_equal(got, expected, err_msg=f"{shape} {pair}")
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_every_path_ends_and_moves_one_axis_at_a_time(shape) -> None:
-    for start, end in itertools.product(shardings_of(shape), repeat=2):
-        path = reshard_path(start, end, shape, AXES)
+@pytest.mark.parametrize(
+    "axes, shape",
+    [
+        *((AXES, shape) for shape in SHAPES),
+        *((THREE, shape) for shape in [(12, 24), (12, 7), (4, 3), (12,)]),
+    ],
+    ids=lambda case: str(getattr(case, "sizes", case)),
+)
+def test_every_path_ends_and_moves_one_axis_at_a_time(axes, shape) -> None:
+    for start, end in itertools.product(shardings_of(shape, axes), repeat=2):
+        path = reshard_path(start, end, shape, axes)
         assert path[0] == start and path[-1] == end
-        assert len(set(path)) == len(path) <= 5, path
+        assert len(set(path)) == len(path) <= 2 * len(axes.names) + 1, path
         for before, after in itertools.pairwise(path):
             assert sum(b != a for b, a in zip(before, after, strict=True)) == 1
             move_of(before, after)
 
 
-@pytest.mark.skip(reason="compiles for minutes since minor axes shrink first")
 @pytest.mark.parametrize(
     "op, reduce",
     [("sum", np.sum), ("max", np.max), ("min", np.min), ("prod", np.prod)],
@@ -210,6 +217,7 @@ def moves(start: Sharding, end: Sharding, shape: tuple[int, ...]) -> str:
             (Split(0), Split(0)),
             "all_gather(data), slice(replica), slice(data)",
         ),
+        ((Split(1), Split(0)), (Split(1), Split(1)), "all_to_all(data)"),
         ((None, None), (None, None), ""),
     ],
 )
