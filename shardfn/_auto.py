@@ -6,7 +6,7 @@ In: the shardings that arrays, their types and traced functions carry. Out: an
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -162,3 +162,22 @@ def _made_sharding(jaxpr: Any, atom: Any) -> NamedSharding | None:
         source = eqn.invars[inner.invars.index(inner.outvars[at])]
         return _made_sharding(jaxpr, source)
     return _made_sharding(inner, inner.outvars[at])
+
+
+def made_by(init_fn: Callable[..., Any], args: Sequence[Any], sizes: Sizes) -> Any:
+    """What `init_fn` returns, as `ShapeDtypeStruct`s with the splits over automatic
+    axes that it gives them."""
+    made = jax.eval_shape(init_fn, *args)
+    if not sizes:
+        return made
+    leaves, treedef = jax.tree.flatten(made)
+    given = made_shardings(jax.make_jaxpr(init_fn)(*args))
+    return jax.tree.unflatten(
+        treedef,
+        [
+            jax.ShapeDtypeStruct(
+                x.shape, x.dtype, weak_type=x.weak_type, sharding=sharding
+            )
+            for x, sharding in zip(leaves, given, strict=True)
+        ],
+    )

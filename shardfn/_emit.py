@@ -22,20 +22,13 @@ from shardfn import _compat
 from shardfn._auto import auto_names, auto_spec
 from shardfn._collectives import run_move, varying
 from shardfn._custom import run_custom
-from shardfn._extreme import Extreme, extreme_of
-from shardfn._padding import is_inside
+from shardfn._emit_op import run_op
+from shardfn._extreme import Extreme
 from shardfn._plan import Ahead, Apply, BodyPlan, Place, Ref, Reshard, line_name, reads
 from shardfn._program import Node, Program, aval_of
 from shardfn._reshard import reshard_path
-from shardfn._rule import (
-    LocalOp,
-    OpShardingRule,
-    flat_factor_start,
-    is_flat_factor,
-    run_local,
-)
 from shardfn._scan_ahead import Part, scan_ahead
-from shardfn._sharding import Axes, Sharding, axes_of, local_shape
+from shardfn._sharding import Axes, Sharding, axes_of
 
 Arrays = Sequence[jax.Array]
 
@@ -220,52 +213,10 @@ class _Run:
         self.env.update(zip(step.exports, results[count:], strict=True))
 
     def op(self, step: Apply, node: Node, operands: Arrays) -> Arrays:
-        rule = node.rule
-        if node.eqn.effects:
-            return self.once(node, operands)
-        if rule is None:
-            out = node.eqn.primitive.bind(
-                *_compat.varying_alike(operands), **node.eqn.params
-            )
-            return out if node.eqn.primitive.multiple_results else [out]
-        local = self.local_op(step, node, rule)
-        operands = [
-            _masked(local, dims, x, aval_of(self.program, atom).shape)
-            for dims, x, atom in zip(rule.operands, operands, node.inputs, strict=True)
-        ]
-        extreme = extreme_of(node, step, operands, self.axes)
+        results, extreme = run_op(self.program, step, node, operands, self.axes)
         if extreme is not None:
             self.extremes[Ref(node.outputs[0])] = extreme
-        return run_local(local, *_compat.varying_alike(operands))
-
-    def once(self, node: Node, operands: Arrays) -> Arrays:
-        """Runs a node for its effect, such as printing, on the first device alone."""
-        bind = functools.partial(node.eqn.primitive.bind, **node.eqn.params)
-        first = lax.axis_index(self.axes.names) == 0
-        lax.cond(first, lambda *xs: list(bind(*xs)), lambda *_: [], *operands)
-        return []
-
-    def local_op(self, step: Apply, node: Node, rule: OpShardingRule) -> LocalOp:
-        split: dict[str, list[int]] = {}
-        for factor, axis in step.parts:
-            split.setdefault(factor, []).append(axis)
-        names, sizes = self.axes.names, self.axes.sizes
-        return LocalOp(
-            eqn=node.eqn,
-            rule=rule,
-            parts=tuple(
-                (
-                    factor,
-                    tuple(names[a] for a in sorted(on)),
-                    math.prod(sizes[a] for a in on),
-                )
-                for factor, on in split.items()
-            ),
-            result_shapes=tuple(
-                local_shape(self.program.avals[v].shape, s, self.axes)
-                for v, s in zip(node.outputs, step.result_shardings, strict=True)
-            ),
-        )
+        return results
 
     def constrain(self, step: Apply, node: Node, operands: Arrays) -> Arrays:
         """The operand has been moved already."""
@@ -393,38 +344,6 @@ def rows_apart(node: Node, step: Apply) -> tuple[int, ...]:
     """Indices of the mesh axes along which devices scan different rows."""
     scanned = step.operand_shardings[sum(node.counts) :]
     return axes_of(scanned[0], 0) if scanned else ()
-
-
-def _masked(op: LocalOp, dims: Any, x: jax.Array, shape: Sequence[int]) -> jax.Array:
-    """`x` with its padding along reduced factors replaced by what does not count."""
-    for factor, names, count in op.parts:
-        if is_flat_factor(factor):
-            if not op.rule.reduce or not dims:
-                continue
-            reducer, dim = op.rule.reduce[0][1], flat_factor_start(factor)
-            size = math.prod(shape[dim:])
-        else:
-            reducer, dim = op.rule.reducer(factor), op.rule.dim_of(dims, factor)
-            size = op.rule.size(factor)
-            if reducer is None or dim is None:
-                continue
-        if size % count == 0:
-            continue
-        inside = is_inside(x.shape, dim, size, names)
-        x = jnp.where(inside, x, neutral(reducer, x.dtype))
-    return x
-
-
-def neutral(reducer: str, dtype: Any) -> jax.Array:
-    """The value that leaves a reduction unchanged."""
-    if reducer in ("max", "min"):
-        floats = jnp.issubdtype(dtype, jnp.floating)
-        if floats:
-            return jnp.asarray(-jnp.inf if reducer == "max" else jnp.inf, dtype)
-        info = jnp.iinfo(dtype) if dtype != jnp.bool_ else None
-        low, high = (info.min, info.max) if info else (False, True)
-        return jnp.asarray(low if reducer == "max" else high, dtype)
-    return jnp.asarray({"sum": 0, "prod": 1, "and": -1, "or": 0}[reducer]).astype(dtype)
 
 
 def _last_uses(plan: BodyPlan) -> dict[int, list[Ref]]:

@@ -12,11 +12,23 @@ from shardfn._control import Accumulate, PerLeaf, Reshard, make_control
 from shardfn._errors import ShardingError, call_site
 from shardfn._local_step import LocalStep
 from shardfn._plain_step import PlainStep, Step
+from shardfn._programs import Programs
 from shardfn._sharded_step import VERIFY, ShardedStep
 from shardfn._storage import Storage, automatic, axes_over
 
 
-class Options(TypedDict, total=False):
+class PerLeafOptions(TypedDict, total=False):
+    """The options of `fully_shard` that may differ from leaf to leaf of the state."""
+
+    reshard_after_forward: PerLeaf[Reshard]
+    gather_dtype: PerLeaf[DTypeLike | None]
+    reduce_dtype: PerLeaf[DTypeLike | None]
+    accumulate: PerLeaf[Accumulate]
+    prefetch: PerLeaf[int]
+    shard: PerLeaf[str | tuple[str, ...] | Literal[False] | None]
+
+
+class Options(PerLeafOptions, total=False):
     """The options of `fully_shard`; its docstring says what they are."""
 
     axis: str | tuple[str, ...]
@@ -26,12 +38,6 @@ class Options(TypedDict, total=False):
     batch_spec: Any
     donate: bool
     verify: str
-    reshard_after_forward: PerLeaf[Reshard]
-    gather_dtype: PerLeaf[DTypeLike | None]
-    reduce_dtype: PerLeaf[DTypeLike | None]
-    accumulate: PerLeaf[Accumulate]
-    prefetch: PerLeaf[int]
-    shard: PerLeaf[str | tuple[str, ...] | Literal[False] | None]
 
 
 @overload
@@ -171,29 +177,25 @@ def fully_shard(
       Rajbhandari et al., ZeRO (arXiv:1910.02054); Zhao et al., PyTorch FSDP
       (arXiv:2304.11277).
     """
-    options = Options(
-        axis=axis,
-        min_size=min_size,
-        strict=strict,
-        state_argnums=state_argnums,
-        batch_spec=batch_spec,
-        donate=donate,
-        verify=verify,
-        reshard_after_forward=reshard_after_forward,
-        gather_dtype=gather_dtype,
-        reduce_dtype=reduce_dtype,
-        accumulate=accumulate,
-        prefetch=prefetch,
-        shard=shard,
-    )
-    control = make_control(
-        reshard_after_forward=reshard_after_forward,
-        gather_dtype=gather_dtype,
-        reduce_dtype=reduce_dtype,
-        accumulate=accumulate,
-        prefetch=prefetch,
-        shard=shard,
-    )
+    per_leaf: PerLeafOptions = {
+        "reshard_after_forward": reshard_after_forward,
+        "gather_dtype": gather_dtype,
+        "reduce_dtype": reduce_dtype,
+        "accumulate": accumulate,
+        "prefetch": prefetch,
+        "shard": shard,
+    }
+    options: Options = {
+        "axis": axis,
+        "min_size": min_size,
+        "strict": strict,
+        "state_argnums": state_argnums,
+        "batch_spec": batch_spec,
+        "donate": donate,
+        "verify": verify,
+        **per_leaf,
+    }
+    control = make_control(**per_leaf)
     names = (axis,) if isinstance(axis, str) else tuple(axis)
     control.check_axes(names)
     if train_step is None:
@@ -232,6 +234,6 @@ def fully_shard(
             )
     axes = axes_over(mesh, names)
     storage = Storage(automatic(mesh), mesh, axes, min_size, control)
-    step = ShardedStep(plain, storage, donate, verify)
+    step = ShardedStep(Programs(plain, storage, donate), verify)
     functools.update_wrapper(step, train_step, updated=())
     return step

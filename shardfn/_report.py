@@ -4,23 +4,12 @@ Bytes and collectives are read off the plan and the compiled program. Times are 
 estimate: the schedule played at the rates of the vendors' data sheets.
 """
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-import jax
-from jax.sharding import Mesh
-
-from shardfn._arguments import Leaf
-from shardfn._auto import part_shape
-from shardfn._errors import ShardingError, called, step_name
 from shardfn._flops import Flops
-from shardfn._hlo import HloCollective
 from shardfn._plan import Plan
 from shardfn._plan_table import size_text
-from shardfn._sharding import Axes, Sharding, Split, local_shape
-from shardfn._timeline import Rates, Timeline
+from shardfn._timeline import Timeline
 from shardfn._verification import Verification
 from shardfn.targets import Target
 
@@ -152,64 +141,6 @@ class Report:
 
     def __str__(self) -> str:
         return "\n".join([*_head(self), *_memory(self), *_wire(self), *_estimate(self)])
-
-
-def rates_of(target: Target, mesh: Mesh) -> Rates:
-    """The target's rates for programs on `mesh`, a mesh of its devices."""
-    coords = [tuple(d.coords) for d in mesh.devices.flat]
-
-    def transfer(c: HloCollective) -> float:
-        return max(
-            target.transfer_seconds(c.wire_bytes, [coords[d] for d in group])
-            for group in c.groups[:1]
-        )
-
-    return Rates(target.matmul_rate, target.memory_bandwidth, transfer)
-
-
-def memory_of(compiled: jax.stages.Compiled) -> Memory:
-    """The compiler's account of a program's memory."""
-    found: Any = compiled.memory_analysis()
-    return Memory(
-        arguments=found.argument_size_in_bytes,
-        outputs=found.output_size_in_bytes,
-        aliased=found.alias_size_in_bytes,
-        temporary=found.temp_size_in_bytes,
-        code=found.generated_code_size_in_bytes,
-    )
-
-
-def compile_for(target: Target, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    """Compiles; where the compiler itself finds that memory is short, says so."""
-    try:
-        return lowered.compile()
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        first = str(error).splitlines()[0]
-        raise ShardingError(
-            f"{step_name()} does not fit on {target.name}: its compiler says {first}\n"
-            f"{called()}Use more devices, a smaller batch, or rematerialization."
-        ) from error
-
-
-def stored_leaves(
-    leaves: Sequence[Leaf], shardings: Sequence[Sharding], axes: Axes
-) -> tuple[StoredLeaf, ...]:
-    """The leaves of a state as one device holds them."""
-    return tuple(
-        StoredLeaf(
-            name=leaf.name or "state",
-            shape=leaf.aval.shape,
-            dtype=str(leaf.aval.dtype),
-            bytes=math.prod(
-                part_shape(local_shape(leaf.aval.shape, sharding, axes), leaf.auto)
-            )
-            * leaf.aval.dtype.itemsize,
-            split=any(isinstance(s, Split) for s in sharding),
-        )
-        for leaf, sharding in zip(leaves, shardings, strict=True)
-    )
 
 
 def _head(report: Report) -> list[str]:

@@ -3,19 +3,19 @@
 In: the plain step and how its state is stored. Out: a callable like the step.
 """
 
-import functools
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from shardfn import _compat, _processes, targets
 from shardfn._arguments import Leaf
-from shardfn._auto import full_spec, made_shardings
+from shardfn._auto import made_by
+from shardfn._compile_for import report_on
 from shardfn._errors import (
     ShardingError,
     VerificationWarning,
@@ -23,16 +23,14 @@ from shardfn._errors import (
     names_step,
     step_name,
 )
-from shardfn._flops import count_flops
 from shardfn._padding import remember, to_stored
-from shardfn._plain_step import PlainStep, Side
+from shardfn._plain_step import PlainStep
 from shardfn._plan import Plan
 from shardfn._planner import Planned, describe
+from shardfn._programs import Programs
 from shardfn._ready import Ready
-from shardfn._report import Report, compile_for, memory_of, rates_of, stored_leaves
-from shardfn._sharding import partition_spec
+from shardfn._report import Report
 from shardfn._storage import Storage
-from shardfn._timeline import play
 from shardfn._trace import leaked_tracer
 
 VERIFY = ("off", "warn", "error")
@@ -44,19 +42,24 @@ class ShardedStep:
     the step that it was made from.
 
     Attributes:
-      plain: the plain step, and what its arguments mean.
-      storage: the mesh, and how states are stored on it.
-      donate: whether the state's buffers are given to the result.
+      programs: the plain step, how its state is stored, and what is compiled of it.
       verify: what to do if the compiled step is not as planned: one of `VERIFY`.
     """
 
-    plain: PlainStep
-    storage: Storage
-    donate: bool
+    programs: Programs
     verify: str = "off"
-    _jitted: dict[Any, Any] = field(default_factory=dict, repr=False)
     _ready: dict[Any, Ready] = field(default_factory=dict, repr=False)
     _verified: set[Any] = field(default_factory=set, repr=False)
+
+    @property
+    def plain(self) -> PlainStep:
+        """The plain step, and what its arguments mean."""
+        return self.programs.plain
+
+    @property
+    def storage(self) -> Storage:
+        """The mesh, and how states are stored on it."""
+        return self.programs.storage
 
     @property
     def mesh(self) -> Mesh:
@@ -110,7 +113,7 @@ class ShardedStep:
         Returns:
           The lowered step, ready for `.compile()`.
         """
-        return self._traced(args).lower()
+        return self.programs.traced(args).lower()
 
     @names_step
     def plan(self, *args: Any) -> Plan:
@@ -124,7 +127,7 @@ class ShardedStep:
         """
         states, batch = self.plain.divide(args)
         leaves, treedef = self.storage.leaves(states)
-        return describe(self._planned(leaves, treedef, batch))
+        return describe(self.programs.planned(leaves, treedef, batch))
 
     @names_step
     def on(
@@ -172,9 +175,10 @@ class ShardedStep:
         states, batch = self.plain.divide(args)
         leaves, treedef = self.storage.leaves(states)
         batch_leaves, batch_tree = self.storage.batch_leaves(batch)
-        moved = ShardedStep(self.plain, self.storage.on(there), self.donate)
-        return moved._report(
+        moved = Programs(self.plain, self.storage.on(there), self.programs.donate)
+        return report_on(
             targets.target(target),
+            moved,
             jax.tree.unflatten(treedef, moved.storage.abstract(leaves)),
             jax.tree.unflatten(batch_tree, moved.storage.abstract(batch_leaves)),
             progress,
@@ -195,7 +199,8 @@ class ShardedStep:
         Returns:
           The state, each leaf split as `shardings` says.
         """
-        leaves, treedef = self.storage.leaves((self._made(init_fn, *args),))
+        made = made_by(init_fn, args, self.storage.auto_sizes)
+        leaves, treedef = self.storage.leaves((made,))
         each = self.storage.each(leaves)
 
         def stored(*args: Any) -> list[jax.Array]:
@@ -301,67 +306,6 @@ class ShardedStep:
 
     # Inside
 
-    def _traced(self, args: Sequence[Any]) -> Any:
-        """The jitted step traced on abstract arguments."""
-        states, batch = self.plain.divide(args)
-        leaves, treedef = self.storage.leaves(states)
-        stored = [self.storage.stored_aval(x, s) for x, s in self.storage.each(leaves)]
-        batch_leaves, batch_tree = self.storage.batch_leaves(batch)
-        split = self.plain.split(batch, batch_leaves, self.storage.axes)
-        placed = [
-            self.storage.stored_aval(leaf, s)
-            for leaf, s in zip(batch_leaves, split, strict=True)
-        ]
-        placed = jax.tree.unflatten(batch_tree, placed)
-        return self._jit(leaves, treedef).trace(stored, placed)
-
-    def _report(
-        self,
-        target: targets.Target,
-        states: tuple[Any, ...],
-        batch: tuple[Any, ...],
-        progress: Callable[[str], None],
-    ) -> Report:
-        """The report of this step, whose mesh is of the target's devices."""
-        storage = self.storage
-        leaves, treedef = storage.leaves(states)
-        progress("planning")
-        plan = describe(self._planned(leaves, treedef, batch))
-        progress("tracing")
-        traced = self._traced(self.plain.arguments(states, batch))
-        progress("compiling")
-        compiled = compile_for(target, traced.lower())
-        progress("reading the compiled program")
-        text = compiled.as_text() or ""
-        return Report(
-            step=step_name(),
-            target=target,
-            plan=plan,
-            verification=plan.verify(text),
-            state=stored_leaves(leaves, storage.partition(leaves), storage.axes),
-            memory=memory_of(compiled),
-            flops=count_flops(traced.jaxpr.jaxpr),
-            timeline=play(text, rates_of(target, storage.mesh)),
-        )
-
-    def _made(self, init_fn: Callable[..., Any], *args: Any) -> Any:
-        """What `init_fn` returns, as `ShapeDtypeStruct`s with the shardings it gives
-        them."""
-        made = jax.eval_shape(init_fn, *args)
-        if not self.storage.auto_sizes:
-            return made
-        leaves, treedef = jax.tree.flatten(made)
-        given = made_shardings(jax.make_jaxpr(init_fn)(*args))
-        return jax.tree.unflatten(
-            treedef,
-            [
-                jax.ShapeDtypeStruct(
-                    x.shape, x.dtype, weak_type=x.weak_type, sharding=sharding
-                )
-                for x, sharding in zip(leaves, given, strict=True)
-            ],
-        )
-
     def _prepare(
         self, states: tuple[Any, ...], batch: tuple[Any, ...]
     ) -> tuple[Ready, list[Any], list[Any]]:
@@ -377,7 +321,7 @@ class ShardedStep:
         placed = storage.place_batch(batch, batch_leaves, split)
         shapes = tuple(jax.numpy.shape(x) for x in stored)
         ready = Ready(
-            run=self._jit(leaves, treedef),
+            run=self.programs.jitted(leaves, treedef),
             shapes=shapes,
             shardings=tuple(storage.named(x, s) for x, s in storage.each(leaves)),
             padded=storage.to_remember(shapes, leaves, treedef),
@@ -391,7 +335,7 @@ class ShardedStep:
             key = treedef, batch_tree, shapes, ready.batch_types
             if key not in self._verified:
                 batch = jax.tree.unflatten(batch_tree, placed)
-                planned = self._planned(leaves, treedef, batch)
+                planned = self.programs.planned(leaves, treedef, batch)
                 self._check_compiled(ready.run.lower(stored, batch), planned)
                 self._verified.add(key)
         if _processes.count() > 1:
@@ -403,7 +347,7 @@ class ShardedStep:
         self, leaves: tuple[Leaf, ...], treedef: Any, batch: tuple[Any, ...]
     ) -> None:
         """Raises if another process is about to run another plan."""
-        plan = describe(self._planned(leaves, treedef, batch))
+        plan = describe(self.programs.planned(leaves, treedef, batch))
         _processes.assert_same("plans", f"{plan}\nprogram {plan.program}")
 
     def _check_compiled(self, lowered: jax.stages.Lowered, planned: Planned) -> None:
@@ -420,115 +364,3 @@ class ShardedStep:
         if self.verify == "error":
             raise ShardingError(f"{message}verify='warn' warns, and runs it as it is.")
         warnings.warn(f"{message}It runs as it is.", VerificationWarning, stacklevel=2)
-
-    def _planned(
-        self, leaves: tuple[Leaf, ...], treedef: Any, batch: tuple[Any, ...]
-    ) -> Planned:
-        axes = self.storage.axes
-        batch_leaves, batch_tree = self.storage.batch_leaves(batch)
-        split = self.plain.split(batch, batch_leaves, axes)
-        return self.plain.planned(
-            Side(leaves, self.storage.partition(leaves), treedef),
-            Side(tuple(replace(x, auto=()) for x in batch_leaves), split, batch_tree),
-            axes,
-        )
-
-    def _jit(self, leaves: tuple[Leaf, ...], treedef: Any) -> Any:
-        """The jitted step on stored leaves, traced on the logical shapes of
-        `leaves`."""
-        key = treedef, tuple((leaf.aval.shape, leaf.auto) for leaf in leaves)
-        if key not in self._jitted:
-
-            def run(stored: list[jax.Array], batch: tuple[Any, ...]) -> Any:
-                named = [
-                    replace(leaf, aval=_like(x, leaf.aval.shape))
-                    for x, leaf in zip(stored, leaves, strict=True)
-                ]
-                planned = self._planned(tuple(named), treedef, batch)
-                out = self._on_given_mesh(planned)(*stored, *jax.tree.leaves(batch))
-                return jax.tree.unflatten(planned.traced.out_tree, out)
-
-            functools.update_wrapper(run, self.plain.step, updated=())
-            donated = (0,) if self.donate else ()
-            self._jitted[key] = jax.jit(run, donate_argnums=donated)
-        return self._jitted[key]
-
-    def _on_given_mesh(self, planned: Planned) -> Callable[..., list[jax.Array]]:
-        """The planned step on arrays typed by the caller's mesh, explicit or not."""
-        given = self.storage.given
-
-        def run(*args: jax.Array) -> list[jax.Array]:
-            with jax.sharding.use_abstract_mesh(self.storage.mesh.abstract_mesh):
-                return self._shard_map(planned)(*args)
-
-        def typed(*args: jax.Array) -> list[jax.Array]:
-            if not any(map(_compat.is_explicit, args)):
-                return run(*args)
-            specs = output_specs(planned)
-            with jax.sharding.use_abstract_mesh(given.abstract_mesh):
-                over: Any = jax.sharding.auto_axes(
-                    run, axes=given.axis_names, out_sharding=specs
-                )
-                return over(*args)
-
-        return typed
-
-    def _shard_map(self, planned: Planned) -> Callable[..., list[jax.Array]]:
-        """The planned step on global arrays. Empty ones stay outside: jax 0.11 crashes
-        on an empty array that goes through `shard_map`."""
-        axes, body = self.storage.axes, planned.body
-        ins = [v.shape for v in planned.input_avals]
-        outs = [(v.shape, v.dtype) for v in planned.output_avals]
-        full_ins = [i for i, shape in enumerate(ins) if 0 not in shape]
-        full_outs = [j for j, (shape, _) in enumerate(outs) if 0 not in shape]
-        avals = planned.input_avals
-
-        def local(*args: jax.Array) -> list[jax.Array]:
-            given = dict(zip(full_ins, args, strict=True))
-            out = planned.run(
-                *(
-                    given[i] if i in given else jax.numpy.zeros(v.shape, v.dtype)
-                    for i, v in enumerate(avals)
-                )
-            )
-            return [out[j] for j in full_outs]
-
-        over = jax.shard_map(
-            local,
-            mesh=self.storage.mesh,
-            in_specs=tuple(partition_spec(body.inputs[i], axes) for i in full_ins),
-            out_specs=[
-                partition_spec(body.output_shardings[j], axes) for j in full_outs
-            ],
-            axis_names=set(axes.names),
-        )
-
-        def run(*args: jax.Array) -> list[jax.Array]:
-            made = dict(zip(full_outs, over(*(args[i] for i in full_ins)), strict=True))
-            out = [
-                made[j] if j in made else jax.numpy.zeros(shape, dtype)
-                for j, (shape, dtype) in enumerate(outs)
-            ]
-            for j, leaf in enumerate(planned.state):
-                if leaf.auto:
-                    named = NamedSharding(self.storage.mesh, output_specs(planned)[j])
-                    out[j] = jax.lax.with_sharding_constraint(out[j], named)
-            return out
-
-        return run
-
-
-def output_specs(planned: Planned) -> list[PartitionSpec]:
-    """The PartitionSpecs of a planned step's results on the mesh."""
-    autos = [leaf.auto or () for leaf in planned.state]
-    shardings = planned.body.output_shardings
-    autos += [()] * (len(shardings) - len(autos))
-    return [
-        full_spec(s, auto, planned.axes)
-        for s, auto in zip(shardings, autos, strict=True)
-    ]
-
-
-def _like(x: jax.Array, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    weak = getattr(jax.typeof(x), "weak_type", False)
-    return jax.ShapeDtypeStruct(shape, x.dtype, weak_type=weak)

@@ -210,11 +210,11 @@ def test_the_step_is_traced_once_per_shapes() -> None:
 
 def test_the_compiled_step_is_reused(shared) -> None:
     state, _ = shared(shared.init(make_state), X)
-    ((key, jitted),) = shared._jitted.items()
+    ((key, jitted),) = shared.programs._jitted.items()
     size = jitted._cache_size()
     shared(shared(state, X)[0], X)
     assert jitted._cache_size() == size
-    assert shared._jitted[key] is jitted
+    assert shared.programs._jitted[key] is jitted
 
 
 def test_lower_takes_shapes_alone(shared) -> None:

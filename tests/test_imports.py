@@ -65,11 +65,15 @@ ORDER = """
     _custom
     _extreme
     _scan_ahead
+    _emit_op
     _emit
     _planner
     _plain_step
     _ready
+    _on_mesh
+    _programs
     _report
+    _compile_for
     _page
     _sharded_step
     _local_step

@@ -146,7 +146,7 @@ def test_parity(kind: str, axis_type: AxisType) -> None:
         at = f"{kind}, step {seed + 1}"
         assert_same(plain_metrics, metrics, at, tol=1e-5)
         assert_same(plain_state, run.unshard(state), at, tol=1e-5, weak_types=False)
-    (ready,), (jitted,) = run._ready.values(), run._jitted.values()
+    (ready,), (jitted,) = run._ready.values(), run.programs._jitted.values()
     assert ready.takes(jax.tree.leaves(state)), "the next call takes the short way"
     assert jitted._cache_size() == 1
 
@@ -371,7 +371,7 @@ def test_under_transforms(kind: str, axis_type: AxisType) -> None:
     out = jax.jit(run)(state, X)
     assert specs_of(out[0]) == BOTH
     assert_step(run, out)
-    assert len(run._jitted) == 1
+    assert len(run.programs._jitted) == 1
 
     def many(step):
         return jax.jit(lambda state, xs: lax.scan(step, state, xs))
