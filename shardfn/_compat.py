@@ -349,6 +349,22 @@ def at_top_level() -> Iterator[None]:
             _core.trace_ctx.set_axis_env(bound)
 
 
+def is_tracing() -> bool:
+    """Whether a transform is tracing here, or an evaluation under one runs."""
+    return not _core.trace_state_clean()
+
+
+def compiler_settings() -> list[str]:
+    """Names of the settings of the compiler's effort that are not JAX's own."""
+    names = ("exec_time_optimization_effort", "optimization_level")
+    defaults = (0.0, "UNKNOWN")
+    return [
+        name
+        for name, default in zip(names, defaults, strict=True)
+        if jax.config.values.get(f"jax_{name}", default) != default
+    ]
+
+
 def distributed_client() -> Any:
     """What `jax.distributed` connects this process to the others with, or None."""
     return _distributed.global_state.client

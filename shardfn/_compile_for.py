@@ -61,6 +61,7 @@ def report_on(
         memory=memory_of(compiled),
         flops=count_flops(traced.jaxpr.jaxpr),
         timeline=play(text, rates_of(target, storage.mesh)),
+        compiler_options=tuple(programs.options.items()),
     )
 
 

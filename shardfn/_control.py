@@ -56,6 +56,11 @@ class Control:
         """What is asked of the leaf at a path; "" for a value of no single leaf."""
         return _of(self, leaf)
 
+    @property
+    def prefetches(self) -> bool:
+        """Whether some leaf is to be gathered ahead."""
+        return any(lead for _, lead in dict(self.choices).get("prefetch", ()))
+
     def check(self, leaves: Iterable[str]) -> None:
         """Raises if a pattern names none of the state's leaves."""
         names = list(leaves)

@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from shardfn import _rules as _rules  # fills the registry
+from shardfn._compiler_options import Asked, check_options
 from shardfn._control import Accumulate, PerLeaf, Reshard, make_control
 from shardfn._errors import ShardingError, call_site
 from shardfn._local_step import LocalStep
@@ -38,6 +39,7 @@ class Options(PerLeafOptions, total=False):
     batch_spec: Any
     donate: bool
     verify: str
+    compiler_options: Asked
 
 
 @overload
@@ -69,6 +71,7 @@ def fully_shard(
     batch_spec: Any = None,
     donate: bool = True,
     verify: str = "off",
+    compiler_options: Asked = None,
     reshard_after_forward: PerLeaf[Reshard] = "auto",
     gather_dtype: PerLeaf[DTypeLike | None] = None,
     reduce_dtype: PerLeaf[DTypeLike | None] = None,
@@ -109,6 +112,12 @@ def fully_shard(
         or warn, if it moves something else (see `Plan.verify`). Takes the time to read
         the compiled program, and nothing per step. Not where the step is called under
         another transform, whose program it is then a part of.
+      compiler_options: what XLA is told besides, a mapping from names of its options to
+        values, as in `jax.jit`. On GPUs and TPUs some are set that make transfers run
+        beside matmuls, if the installed compiler knows them; `step.compiler_options`
+        shows which. One that is named here, in XLA_FLAGS or in LIBTPU_INIT_ARGS is the
+        user's: its value here counts, and None leaves it to XLA. False: none is set.
+        None of them counts where the step is called under another transform.
       reshard_after_forward: whether the backward pass gathers a parameter again. True:
         yes; twice its bytes are gathered, and it is whole only while a layer uses it.
         False: what the forward pass gathered is kept; half the bytes, and all such
@@ -158,8 +167,8 @@ def fully_shard(
       the batch.
 
     Raises:
-      ShardingError: `mesh` has no axis `axis`; or `verify` is no such word, or is given
-        without a mesh.
+      ShardingError: `mesh` has no axis `axis`; an option has no such value; or `verify`
+        or `compiler_options` is given without a mesh.
 
     Example:
       >>> import jax, jax.numpy as jnp, shardfn
@@ -193,6 +202,7 @@ def fully_shard(
         "batch_spec": batch_spec,
         "donate": donate,
         "verify": verify,
+        "compiler_options": compiler_options,
         **per_leaf,
     }
     control = make_control(**per_leaf)
@@ -207,14 +217,18 @@ def fully_shard(
             f"verify={verify!r} is none of {', '.join(map(repr, VERIFY))}.\n"
             f"  fully_shard was called at {call_site()}"
         )
+    asked = check_options(compiler_options)
     if mesh is None:
-        if verify != "off":
-            raise ShardingError(
-                f"verify={verify!r} needs a mesh: without one the step becomes part of "
-                "a program that the caller compiles.\n"
-                f"  fully_shard was called at {call_site()}\n"
-                "Pass a mesh, or leave verify out and call plan.verify(compiled)."
-            )
+        needs_none = {"verify": verify == "off", "compiler_options": asked is None}
+        for option, is_default in needs_none.items():
+            if not is_default:
+                raise ShardingError(
+                    f"{option}={options[option]!r} needs a mesh: without one the step "
+                    "becomes part of a program that the caller compiles.\n"
+                    f"  fully_shard was called at {call_site()}\n"
+                    "Pass a mesh, or leave it out and say it of the whole program, "
+                    "with plan.verify(compiled) or jax.jit(..., compiler_options=...)."
+                )
         local = LocalStep(plain, names)
         functools.update_wrapper(local, train_step, updated=())
         return local
@@ -234,6 +248,6 @@ def fully_shard(
             )
     axes = axes_over(mesh, names)
     storage = Storage(automatic(mesh), mesh, axes, min_size, control)
-    step = ShardedStep(Programs(plain, storage, donate), verify)
+    step = ShardedStep(Programs(plain, storage, donate, asked), verify)
     functools.update_wrapper(step, train_step, updated=())
     return step

@@ -11,7 +11,9 @@ from typing import Any
 
 import jax
 
+from shardfn import _compat
 from shardfn._arguments import Leaf
+from shardfn._compiler_options import Asked, compiler_options
 from shardfn._on_mesh import on_mesh
 from shardfn._plain_step import PlainStep, Side
 from shardfn._planner import Planned
@@ -26,11 +28,13 @@ class Programs:
       plain: the plain step.
       storage: the mesh, and how states are stored on it.
       donate: whether the state's buffers are given to the result.
+      asked: what the user wants the compiler told.
     """
 
     plain: PlainStep
     storage: Storage
     donate: bool
+    asked: Asked = None
     _jitted: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def planned(
@@ -45,10 +49,21 @@ class Programs:
             axes,
         )
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the compiler is told."""
+        devices = self.storage.given.devices.flat
+        ahead = self.storage.control.prefetches
+        return compiler_options(tuple(devices), self.asked, ahead)
+
     def jitted(self, leaves: tuple[Leaf, ...], treedef: Any) -> Any:
-        """The jitted step on stored leaves, traced on the logical shapes of
-        `leaves`."""
-        key = treedef, tuple((leaf.aval.shape, leaf.auto) for leaf in leaves)
+        """The jitted step on stored leaves, traced on the logical shapes of `leaves`.
+
+        Where it becomes part of another program, that is compiled as its own call says.
+        """
+        options = {} if _compat.is_tracing() else self.options
+        shapes = tuple((leaf.aval.shape, leaf.auto) for leaf in leaves)
+        key = treedef, shapes, tuple(options.items())
         storage = self.storage
         if key not in self._jitted:
 
@@ -65,7 +80,9 @@ class Programs:
 
             functools.update_wrapper(run, self.plain.step, updated=())
             donated = (0,) if self.donate else ()
-            self._jitted[key] = jax.jit(run, donate_argnums=donated)
+            self._jitted[key] = jax.jit(
+                run, donate_argnums=donated, compiler_options=options or None
+            )
         return self._jitted[key]
 
     def traced(self, args: Sequence[Any]) -> Any:

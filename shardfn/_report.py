@@ -5,6 +5,7 @@ estimate: the schedule played at the rates of the vendors' data sheets.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from shardfn._flops import Flops
 from shardfn._plan import Plan
@@ -75,6 +76,7 @@ class Report:
       memory: bytes on one device.
       flops: of matmuls on one device.
       timeline: the schedule played at the target's rates.
+      compiler_options: what the compiler was told besides.
     """
 
     step: str
@@ -85,6 +87,7 @@ class Report:
     memory: Memory
     flops: Flops
     timeline: Timeline = field(repr=False)
+    compiler_options: tuple[tuple[str, Any], ...] = ()
 
     @property
     def stored_bytes(self) -> int:
@@ -146,9 +149,9 @@ class Report:
 def _head(report: Report) -> list[str]:
     target, axes = report.target, report.plan.axes
     mesh = " x ".join(f"{n}={s}" for n, s in zip(axes.names, axes.sizes, strict=True))
-    return [
-        f"{report.step} on {target.name}: {target.num_devices} devices, mesh {mesh}"
-    ]
+    told = [f"  compiler option {n}={value}" for n, value in report.compiler_options]
+    head = f"{report.step} on {target.name}: {target.num_devices} devices, mesh {mesh}"
+    return [head, *told]
 
 
 def _memory(report: Report) -> list[str]:

@@ -5,7 +5,7 @@ In: the plain step and how its state is stored. Out: a callable like the step.
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -66,6 +66,12 @@ class ShardedStep:
         """The mesh that `fully_shard` was given."""
         return self.storage.given
 
+    @property
+    def compiler_options(self) -> dict[str, Any]:
+        """What the compiler is told, by `fully_shard` and by the user there: names and
+        values of XLA's options. Empty on CPUs, unless the user names some."""
+        return self.programs.options
+
     # Running
 
     @names_step
@@ -87,7 +93,8 @@ class ShardedStep:
         states, batch = self.plain.divide(args)
         stored, state_tree = jax.tree.flatten(states)
         flat_batch, batch_tree = jax.tree.flatten(batch)
-        ready = self._ready.get((state_tree, batch_tree))
+        key = state_tree, batch_tree
+        ready = None if _compat.is_tracing() else self._ready.get(key)
         placed = ready.place(flat_batch) if ready and ready.takes(stored) else None
         if placed is None:
             ready, stored, placed = self._prepare(states, batch)
@@ -175,7 +182,7 @@ class ShardedStep:
         states, batch = self.plain.divide(args)
         leaves, treedef = self.storage.leaves(states)
         batch_leaves, batch_tree = self.storage.batch_leaves(batch)
-        moved = Programs(self.plain, self.storage.on(there), self.programs.donate)
+        moved = replace(self.programs, storage=self.storage.on(there), _jitted={})
         return report_on(
             targets.target(target),
             moved,
@@ -340,7 +347,8 @@ class ShardedStep:
                 self._verified.add(key)
         if _processes.count() > 1:
             self._check_processes(leaves, treedef, batch)
-        self._ready[treedef, batch_tree] = ready
+        if not _compat.is_tracing():
+            self._ready[treedef, batch_tree] = ready
         return ready, stored, placed
 
     def _check_processes(

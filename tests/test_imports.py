@@ -18,6 +18,7 @@ ORDER = """
     _compat
     _errors
     _processes
+    _compiler_options
     _control
     _sharding
     _auto

@@ -365,4 +365,4 @@ def test_verify_is_a_known_word_and_needs_a_mesh() -> None:
     with pytest.raises(shardfn.ShardingError) as caught:
         shardfn.fully_shard(scanned, verify="error")
     assert "verify='error' needs a mesh" in str(caught.value)
-    assert "call plan.verify(compiled)" in str(caught.value)
+    assert "with plan.verify(compiled)" in str(caught.value)

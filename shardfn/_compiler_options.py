@@ -1,0 +1,167 @@
+"""What the compiler of a platform is told, so that transfers run beside matmuls.
+
+In: a device, whether loops gather ahead, and what the user asked for or set elsewhere.
+Out: options for `jax.jit(compiler_options=)` that this compiler knows.
+"""
+
+import functools
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+
+from shardfn import _compat
+from shardfn._errors import ShardingError, call_site, called
+
+Asked = Mapping[str, Any] | Literal[False] | None
+"""`compiler_options` as users write it."""
+
+Options = tuple[tuple[str, Any], ...]
+"""Names and values."""
+
+_GPUS = ("gpu", "cuda", "rocm")
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One thing to tell a compiler.
+
+    Attributes:
+      platform: "gpu" or "tpu".
+      spellings: names and values that say it, the newest first; the first that the
+        compiler knows counts.
+      settled_by: other flags and JAX settings that decide it. If the user gave one of
+        them, or one of the names, this package leaves the option alone.
+      ahead: it is of use only if a loop gathers ahead.
+      hosts: it is of use only if the mesh spans several hosts.
+    """
+
+    platform: str
+    spellings: Options
+    settled_by: tuple[str, ...] = ()
+    ahead: bool = False
+    hosts: bool = False
+
+
+OPTIONS = (
+    # On from Hopper on; without it an A100 runs one thing after the other.
+    Option(
+        "gpu",
+        (("xla_gpu_enable_latency_hiding_scheduler", True),),
+        settled_by=("exec_time_optimization_effort", "optimization_level"),
+    ),
+    # Two transfers in flight instead of one: a layer's reduce-scatters no longer wait
+    # for the next layer's gathers to end, nor the gathers for one another.
+    Option(
+        "gpu",
+        (("xla_gpu_experimental_parallel_collective_overlap_limit", 2),),
+        hosts=True,
+    ),
+)
+
+
+def check_options(asked: Any) -> Asked:
+    """Raises if `compiler_options` is nothing that can be asked."""
+    if asked is None or asked is False:
+        return asked
+    if isinstance(asked, Mapping) and all(isinstance(name, str) for name in asked):
+        return dict(asked)
+    raise ShardingError(
+        f"compiler_options cannot be {asked!r}.\n"
+        f"  fully_shard was called at {call_site()}\n"
+        "Pass a mapping from names of XLA's options to values, with None for an option "
+        "that XLA shall choose; False to set none at all; or None."
+    )
+
+
+def compiler_options(
+    devices: Sequence[Any], asked: Asked, ahead: bool
+) -> dict[str, Any]:
+    """The options that a step is compiled with.
+
+    Args:
+      devices: those of the mesh; they may be devices that are not there.
+      asked: what the user said; see `fully_shard`.
+      ahead: whether a loop of the step gathers ahead.
+
+    Returns:
+      Names and values, all known to the compiler of these devices.
+
+    Raises:
+      ShardingError: the user names an option that it does not know, or a value that the
+        option does not take.
+    """
+    own = (d for d in devices if d.process_index == jax.process_index())
+    device = next(own, devices[0])
+    hosts = {d.process_index for d in devices}
+    given = dict(asked or {})
+    wanted = {name: value for name, value in given.items() if value is not None}
+    platform = "gpu" if device.platform in _GPUS else device.platform
+    settled = {*given, *set_elsewhere()}
+    ours = [
+        option
+        for option in OPTIONS
+        if option.platform == platform
+        and (ahead or not option.ahead)
+        and (len(hosts) > 1 or not option.hosts)
+        and settled.isdisjoint((*dict(option.spellings), *option.settled_by))
+    ]
+    if wanted and (refused := refusal(device, _frozen(wanted))):
+        raise ShardingError(
+            f"compiler_options names an option or a value that the compiler of "
+            f"{device.device_kind} does not know: {refused}.\n{called()}"
+            "Correct it, or leave it out."
+        )
+    if asked is False:
+        return {}
+    return {**_known(device, ours), **wanted}
+
+
+def set_elsewhere() -> set[str]:
+    """Names of the options that the user set outside of this package: in XLA_FLAGS, or
+    the file that it names, in LIBTPU_INIT_ARGS, and in JAX's own settings."""
+    flags = os.environ.get("XLA_FLAGS", "").strip()
+    if flags and not flags.startswith("-") and Path(flags).is_file():
+        flags = Path(flags).read_text()
+    flags += " " + os.environ.get("LIBTPU_INIT_ARGS", "")
+    found = re.findall(r"--(\w+)", flags)
+    found += [name[2:] for name in found if name.startswith("no")]
+    return {*found, *_compat.compiler_settings()}
+
+
+def _known(device: Any, options: Iterable[Option]) -> dict[str, Any]:
+    """The options in the spelling that the compiler knows, without those it does not
+    know in any."""
+    each = [list(option.spellings) for option in options]
+    while each:
+        now = dict(spellings[0] for spellings in each)
+        refused = refusal(device, _frozen(now))
+        if not refused:
+            return now
+        left = [s[1:] if re.search(rf"\b{s[0][0]}\b", refused) else s for s in each]
+        if left == each:  # the compiler has another trouble: not here
+            return {}
+        each = [spellings for spellings in left if spellings]
+    return {}
+
+
+@functools.cache
+def refusal(device: Any, options: Options) -> str:
+    """Why the compiler of `device` does not take these options, or `""`: tried on a
+    program that returns zero."""
+    one = jax.sharding.SingleDeviceSharding(device)
+    with _compat.at_top_level():
+        lowered = jax.jit(lambda: jax.numpy.float32(0), out_shardings=one).lower()
+    try:
+        lowered.compile(compiler_options=dict(options))
+    except (jax.errors.JaxRuntimeError, TypeError, ValueError) as error:
+        return str(error).splitlines()[0].removeprefix("INVALID_ARGUMENT: ").rstrip(".")
+    return ""
+
+
+def _frozen(options: Mapping[str, Any]) -> Options:
+    return tuple(sorted(options.items()))

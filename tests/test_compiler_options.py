@@ -1,0 +1,164 @@
+"""What compilers are told: probed by name, never over the user, and only at the top."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType
+
+import shardfn
+from shardfn import _compiler_options, targets
+from shardfn._compiler_options import Option, compiler_options, set_elsewhere
+
+LIMIT = "xla_gpu_experimental_parallel_collective_overlap_limit"
+HIDING = ("xla_gpu_enable_latency_hiding_scheduler", True)
+needs_h100 = pytest.mark.skipif(
+    bool(targets.missing("h100:8")), reason=targets.missing("h100:8")
+)
+STEP = {"min_size": 0, "donate": False}
+
+
+def cpus() -> jax.sharding.Mesh:
+    return jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+
+def train_step(w, x):
+    return w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w), jnp.sum(x)
+
+
+def machines(hosts: int = 2, platform: str = "gpu") -> list[SimpleNamespace]:
+    kind = {"platform": platform, "device_kind": "GPU"}
+    return [SimpleNamespace(process_index=i, **kind) for i in range(hosts)]
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """A compiler that knows some names, in place of the installed ones."""
+
+    def make(known: dict[str, object], table: tuple[Option, ...]):
+        def refusal(device, options) -> str:
+            for name, value in options:
+                if known.get(name) != value:
+                    return f"No such compile option: '{name}'"
+            return ""
+
+        monkeypatch.setattr(_compiler_options, "refusal", refusal)
+        monkeypatch.setattr(_compiler_options, "OPTIONS", table)
+
+    return make
+
+
+NEW, OLD = ("xla_new", "ON"), ("xla_old", True)
+TABLE = (
+    Option("gpu", (NEW, OLD)),
+    Option("gpu", (("xla_far", 2),), settled_by=("optimization_level",), hosts=True),
+    Option("gpu", (("xla_ahead", 3),), ahead=True),
+    Option("tpu", (("xla_tpu", "true"),)),
+)
+
+
+@pytest.mark.parametrize(
+    "known, hosts, ahead, expected",
+    [
+        (("xla_new", "xla_old", "xla_far"), 1, False, {"xla_new": "ON"}),
+        (("xla_new", "xla_far"), 2, False, {"xla_new": "ON", "xla_far": 2}),
+        (("xla_old", "xla_ahead"), 2, True, {"xla_old": True, "xla_ahead": 3}),
+        (("xla_ahead",), 2, False, {}),
+        ((), 2, True, {}),
+    ],
+)
+def test_the_first_spelling_that_the_compiler_knows(
+    compiler, known, hosts, ahead, expected
+):
+    values = {"xla_new": "ON", "xla_old": True, "xla_far": 2, "xla_ahead": 3}
+    compiler({name: values[name] for name in known}, TABLE)
+    assert compiler_options(machines(hosts), None, ahead) == expected
+
+
+def test_the_user_comes_first(compiler, monkeypatch, tmp_path):
+    compiler({"xla_new": "ON", "xla_old": 7, "xla_far": 2, "mine": 1}, TABLE)
+    ours = {"xla_new": "ON", "xla_far": 2}
+
+    def options(asked=None):
+        return compiler_options(machines(), asked, ahead=False)
+
+    assert options() == ours
+    assert options({"mine": 1}) == {**ours, "mine": 1}
+    assert options({"xla_new": None}) == {"xla_far": 2}
+    # Another spelling of what this package would say is the user's word on it.
+    assert options({"xla_old": 7}) == {"xla_far": 2, "xla_old": 7}
+    assert options(False) == {}
+    with pytest.raises(shardfn.ShardingError) as error:
+        options({"xla_far": 3})
+    assert (
+        "compiler_options names an option or a value that the compiler of GPU does not "
+        "know: No such compile option: 'xla_far'.\n"
+    ) in str(error.value)
+    for flags in ("--xla_new=OFF", "--a=1 --noxla_old", str(tmp_path / "flags")):
+        (tmp_path / "flags").write_text("--xla_new=OFF\n")
+        monkeypatch.setenv("XLA_FLAGS", flags)
+        assert options() == {"xla_far": 2}
+    monkeypatch.delenv("XLA_FLAGS")
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_far=1")
+    assert options() == {"xla_new": "ON"}
+    monkeypatch.delenv("LIBTPU_INIT_ARGS")
+    assert options() == ours
+
+
+def test_settings_of_jax_settle_options(compiler):
+    compiler({"xla_new": "ON", "xla_far": 2}, TABLE)
+    before = jax.config.values["jax_optimization_level"]
+    assert set_elsewhere() == set()
+    jax.config.update("jax_optimization_level", "O1")
+    try:
+        assert set_elsewhere() == {"optimization_level"}
+        assert compiler_options(machines(), None, ahead=False) == {"xla_new": "ON"}
+    finally:
+        jax.config.update("jax_optimization_level", before)
+
+
+def test_cpus_are_told_what_the_user_says():
+    assert shardfn.fully_shard(train_step, cpus()).compiler_options == {}
+    asked = {"xla_cpu_enable_fast_math": False}
+    step = shardfn.fully_shard(train_step, cpus(), compiler_options=asked, **STEP)
+    assert step.compiler_options == asked
+    w, x = jnp.eye(16), jnp.ones((8, 16))
+    plain, _ = train_step(w, x)
+    assert jnp.allclose(step(w, x)[0], plain, rtol=1e-6)
+    # Inside another program they do not count, and calls outside find theirs again.
+    nested = jax.jit(lambda x: step(w, x)[0])
+    assert jnp.allclose(nested(x), plain, rtol=1e-6)
+    assert jnp.allclose(step(w, x)[0], plain, rtol=1e-6)
+    assert jnp.allclose(jax.vmap(lambda x: step(w, x)[0])(x[None])[0], plain)
+    unknown = shardfn.fully_shard(train_step, cpus(), compiler_options={"xla_no": 1})
+    with pytest.raises(shardfn.ShardingError) as error:
+        unknown(w, x)
+    message = str(error.value)
+    assert "the compiler of cpu does not know: No such compile option: 'xla_no'" in (
+        message
+    )
+    assert "train_step was called at test_compiler_options.py:" in message
+
+
+@pytest.mark.parametrize("asked", [True, "O2", {1: 2}])
+def test_what_cannot_be_asked(asked):
+    with pytest.raises(shardfn.ShardingError) as error:
+        shardfn.fully_shard(train_step, cpus(), compiler_options=asked)
+    assert str(error.value).startswith(f"compiler_options cannot be {asked!r}.\n")
+    with pytest.raises(shardfn.ShardingError) as error:
+        shardfn.fully_shard(train_step, compiler_options={"xla_x": 1})
+    assert "compiler_options={'xla_x': 1} needs a mesh: without one" in str(error.value)
+
+
+@pytest.mark.aot
+@needs_h100
+def test_the_report_shows_what_the_compiler_was_told(monkeypatch):
+    args = jax.ShapeDtypeStruct((256, 64), "float32"), jnp.ones((16, 256))
+    step = shardfn.fully_shard(train_step, cpus(), min_size=0)
+    assert step.on("h100:8", *args).compiler_options == (HIDING,)
+    report = step.on("h100:1x2x8", *args)
+    assert report.compiler_options == (HIDING, (LIMIT, 2))
+    assert f"\n  compiler option {LIMIT}=2\n" in str(report)
+    monkeypatch.setenv("XLA_FLAGS", f"--{LIMIT}=4")
+    assert step.on("h100:1x2x8", *args).compiler_options == (HIDING,)
