@@ -226,7 +226,6 @@ def _type(x: Any) -> tuple[Any, ...]:
 
 
 def test_export(run, stored) -> None:
-    pytest.importorskip("flatbuffers", reason="jax.export serializes with flatbuffers")
     exported = jax.export.export(jax.jit(run))(stored, X)
     again = jax.export.deserialize(exported.serialize())
     assert again.nr_devices == 8
@@ -254,7 +253,6 @@ assert "shardfn" not in sys.modules
 
 def test_export_to_another_process(tmp_path) -> None:
     """Where the package need not be installed."""
-    pytest.importorskip("flatbuffers", reason="jax.export serializes with flatbuffers")
     run = sharded(mesh=mesh_of("auto"))
     stored = run.shard(STATE)
     placed = jax.device_put(X, NamedSharding(run.mesh, P("data")))
