@@ -75,8 +75,10 @@ def _gather(eqn: JaxprEqn) -> OpShardingRule:
     for d, size in enumerate(shape_of(eqn)):
         if d in numbers.operand_batching_dims:
             continue
-        if d in numbers.collapsed_slice_dims:
+        if d in numbers.collapsed_slice_dims and d in numbers.start_index_map:
             looked_up.append(operand[d])
+        elif d in numbers.collapsed_slice_dims:
+            whole.add(operand[d])
         elif slice_sizes[d] == size:
             offsets.append(operand[d])
         else:
@@ -146,9 +148,17 @@ def _scatter_mul(eqn: JaxprEqn) -> OpShardingRule:
 def _scatter_overwrite(eqn: JaxprEqn) -> OpShardingRule:
     """`a b, c d, c b -> a b  whole={a, c, d}`.
 
-    Where an index repeats, each device may pick another winner: then not linear.
+    Where an index repeats, each device may pick another winner: then not linear. Nor
+    is `x.at[i].apply(f)`, which is a scatter that computes `f` of the operand.
     """
-    return _scatter(eqn, None, [[0, 2]] if eqn.params["unique_indices"] else [])
+    linear = eqn.params["unique_indices"] and not _computes(eqn)
+    return _scatter(eqn, None, [[0, 2]] if linear else [])
+
+
+def _computes(eqn: JaxprEqn) -> bool:
+    """Whether a scatter writes something else than its updates."""
+    update = eqn.params["update_jaxpr"]
+    return update is not None and update.outvars[0] is not update.invars[1]
 
 
 def _unless_complex(eqn: JaxprEqn, reducer: str) -> str | None:

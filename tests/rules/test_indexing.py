@@ -2,9 +2,12 @@
 
 import jax.numpy as jnp
 import numpy as np
-from harness import integers
+from completeness import is_linear
+from harness import equation_of, integers
 from jax import lax
 from table import Row, table
+
+from shardfn._rule import rule_of
 
 ROWS = np.array([[3], [0], [7], [2], [3], [6]], np.int32)
 SOME = np.array([[3], [0], [7], [2]], np.int32)
@@ -84,6 +87,12 @@ def take(collapsed, start, sizes, offset, mode="clip", batching=((), ()), fill=N
         take((0,), (0, 1), (1, 5), (1,), "fill"),
         ((8, 5), np.array([[3, 0], [1, 1], [7, 0], [2, 0]], np.int32)),
         "a b, c d -> c b  whole={a, d}",
+        ({0},),
+    ),
+    Row(  # dropped, but not looked up: always its first element
+        take((0, 1), (1,), (1, 1), ()),
+        ((8, 5), np.array([[4], [1]], np.int32)),
+        "a b, c d -> c  reduce={b}  whole={a, d}",
         ({0},),
     ),
 )
@@ -166,6 +175,19 @@ JOINT = ({0, 2},)
 )
 def test_scatter_rule(row):
     row.check()
+
+
+def test_a_scatter_that_computes_is_not_linear():
+    """`apply` is a scatter of zeros, whose reducer computes `f` of the operand."""
+
+    def apply(x):
+        return x.at[SOME[:, 0]].apply(jnp.square, unique_indices=True)
+
+    eqn, values = equation_of(apply, integers((8, 5)), name="scatter")
+    rule = rule_of(eqn)
+    assert str(rule) == "a b, c d, c b -> a b  whole={a, c, d}"
+    assert rule.linear == ()
+    assert not is_linear(eqn, values, {0}, 0, integer=True)
 
 
 def test_embedding_gradient_reduces_over_the_tokens():
