@@ -91,7 +91,9 @@ def _adds_up(body: Program, value: int, output: Atom) -> bool:
 
 def _can_differ(body: Program) -> bool:
     """Whether devices may run `body` on different rows: it has no effects that one
-    device alone should have, and no derivative rules of the user's."""
-    if any(node.eqn.effects or node.kind == "custom" for node in body.nodes):
+    device alone should have, no derivative rules of the user's, and no constraint that
+    splits one row over all devices."""
+    together = ("custom", "constrain")
+    if any(node.eqn.effects or node.kind in together for node in body.nodes):
         return False
     return all(_can_differ(inner) for node in body.nodes for inner in node.bodies)

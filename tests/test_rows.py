@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 from parity import make_mesh
 from parity import quick_compiles as quick_compiles
 from plan_helpers import walk
@@ -15,6 +16,7 @@ from plan_helpers import walk
 import shardfn
 
 W = (np.arange(15.0).reshape(5, 3) % 4 - 1).astype(np.float32)
+W8 = (np.arange(40.0).reshape(5, 8) % 3).astype(np.float32)
 X = (np.arange(80.0).reshape(16, 5) % 7 - 3).astype(np.float32)
 
 
@@ -92,7 +94,17 @@ def printed(w, x):
     return jax.lax.map(one, x)
 
 
-ORDERED: dict[str, Callable] = {"last": last, "running": running, "printed": printed}
+def constrained(w, x):
+    """Splits each row over all devices, which so have to run the same row."""
+    return jax.lax.map(lambda row: shardfn.constrain(row @ W8, P("data"))[:3], x)
+
+
+ORDERED: dict[str, Callable] = {
+    "last": last,
+    "running": running,
+    "printed": printed,
+    "constrained": constrained,
+}
 
 
 def check(fn: Callable, mesh: str, differentiate: bool = True):
