@@ -7,6 +7,7 @@ as another step on another mesh wants it, or whole on one device.
 Needs the extra `checkpoint`: `pip install shardfn[checkpoint]`.
 """
 
+import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,8 +22,9 @@ from jax.sharding import SingleDeviceSharding
 from shardfn import _compat, _processes
 from shardfn._arguments import Leaf, leaves_of, path_name
 from shardfn._errors import call_site
-from shardfn._orbax import CHUNK_BYTES, StoredRestoreArgs, registry, uneven
+from shardfn._orbax import CHUNK_BYTES, StoredRestoreArgs, registry
 from shardfn._sharded_step import ShardedStep
+from shardfn._uneven import uneven
 
 ITEM = "state"
 """The name of the state's directory in a checkpoint."""
@@ -291,8 +293,16 @@ class _Saved:
 
 def _on_disk(aval: jax.ShapeDtypeStruct) -> _Saved:
     if _compat.is_key(aval.dtype):
-        aval = jax.eval_shape(jax.random.key_data, aval)
+        return _words(aval.shape, aval.dtype)
     return _Saved(aval.shape, jnp.dtype(aval.dtype))
+
+
+@functools.cache  # JAX remembers every trace, also of the same
+def _words(shape: tuple[int, ...], dtype: Any) -> _Saved:
+    """The words of PRNG keys."""
+    keys = jax.ShapeDtypeStruct(shape, dtype)
+    words = jax.eval_shape(jax.random.key_data, keys)
+    return _Saved(words.shape, jnp.dtype(words.dtype))
 
 
 def _handler() -> ocp.PyTreeCheckpointHandler:
