@@ -1,6 +1,6 @@
-"""In: `save` or `restore`, and a directory. Out: what that adds to the memory of this
-process at its peak, relative to the bytes of the state's shards; a program of its own,
-so that nothing else has been in its memory.
+"""In: `save`, `restore` or `export`, and a directory. Out: what that adds to the memory
+of this process at its peak, relative to the bytes of the state's shards; a program of
+its own, so that nothing else has been in its memory.
 
 CPU devices keep their shards in host memory: saving reads them there, and restoring
 makes them there.
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 import shardfn
 from shardfn.checkpoint import Checkpoints
+from shardfn.export import write_safetensors
 
 SHAPES = {
     "even": (1024, 1024, 8),
@@ -56,8 +57,16 @@ def main(action: str, directory: str) -> None:
     def restore() -> None:
         states.append(jax.block_until_ready(checkpoints.restore(whole)))
 
+    def export() -> None:
+        write_safetensors(f"{directory}/model", states[0], step)
+
     with Checkpoints(directory, step) as checkpoints:
-        if action == "save":
+        if action == "export":
+            states.append(step.init(lambda: {"flattened": jnp.ones((331, 83))}))
+            export()  # compiles and loads what is needed once
+            states[0] = jax.block_until_ready(step.init(create))
+            peak = peak_of(export)
+        elif action == "save":
             small = step.init(lambda: jnp.ones((331, 83)))
             checkpoints.save(0, small)  # starts threads, loads what is loaded once
             checkpoints.wait()

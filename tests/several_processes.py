@@ -21,6 +21,7 @@ import numpy as np  # noqa: E402
 
 import shardfn  # noqa: E402
 from shardfn.checkpoint import Checkpoints  # noqa: E402
+from shardfn.export import write_safetensors  # noqa: E402
 
 ROWS = 8
 
@@ -70,6 +71,7 @@ def train(step: shardfn.ShardedStep) -> dict[str, Any]:
             state[k].addressable_shards, again[k].addressable_shards, strict=True
         )
     )
+    write_safetensors(f"{DIRECTORY}/model.safetensors", state, step)
     whole = step.unshard(state, process=0)
     sums = whole and {k: float(jnp.abs(whole[k]).sum()) for k in ("flat", "long")}
     return {"loss": float(loss), "same": same, "sums": sums}

@@ -13,11 +13,12 @@ from messages import all_messages
 
 import shardfn
 import shardfn.checkpoint
+import shardfn.export
 import shardfn.targets
 import shardfn.testing
 
 # Modules that are imported by their name: what they define is public too.
-MODULES = shardfn.checkpoint, shardfn.testing, shardfn.targets
+MODULES = shardfn.checkpoint, shardfn.export, shardfn.testing, shardfn.targets
 
 
 def public_names() -> Iterator[tuple[str, object]]:

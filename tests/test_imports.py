@@ -83,7 +83,8 @@ ORDER = """
     _cli
     __main__
     _compare testing
-    _pieces _orbax checkpoint
+    _pieces _uneven _orbax checkpoint
+    export
 """.split()
 
 # Plans and reports print themselves with modules that read them: imported for that.

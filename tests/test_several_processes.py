@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from shardfn.checkpoint import Checkpoints
 
@@ -73,6 +74,12 @@ def test_they_compute_what_one_device_does(count: int, tmp_path: Path) -> None:
     sums = {k: float(jnp.abs(second[k]).sum()) for k in ("flat", "long")}
     assert found[0]["sums"] == pytest.approx(sums, rel=1e-5)
     assert [process["sums"] for process in found[1:]] == [None] * (count - 1)
+    file = load_file(tmp_path / "model.safetensors")
+    assert {k: x.shape for k, x in file.items()} == {
+        k: x.shape for k, x in second.items() if k != "key"
+    } | {"key": (2,)}
+    for k in ("even", "flat", "long", "padded"):
+        np.testing.assert_allclose(file[k], second[k], rtol=1e-5, atol=1e-6)
     with Checkpoints(tmp_path) as checkpoints:
         restored = checkpoints.restore(first)
     for k in ("even", "flat", "long", "padded", "count"):

@@ -11,12 +11,14 @@ from typing import Any
 
 import jax
 import machine
-import numpy as np
 import tyro
 from config import Config, ConfigError, from_json, rebuild, to_json
 from models import Params
+from step import train_step
 
+import shardfn
 from shardfn.checkpoint import Checkpoints
+from shardfn.export import dotted, write_safetensors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,19 +27,31 @@ class Flags:
 
     run_dir: str
     out: str
+    devices: int | None = None
+    """Make this many CPU devices; none stands for the devices that JAX finds."""
 
 
 def main(flags: Flags) -> None:
-    library = safetensors()
     config = from_json(Path(flags.run_dir) / "config.json")
+    alone = dataclasses.replace(config, devices=flags.devices, coordinator=None)
+    machine.start(alone)
+    mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    step = shardfn.fully_shard(train_step, mesh)
     folder = (Path(flags.run_dir) / "checkpoints").absolute()
-    with Checkpoints(folder) as checkpoints:
+    with Checkpoints(folder, step) as checkpoints:
         number = checkpoints.latest
         state = checkpoints.restore(machine.abstract_state(config), number)
-    named, _ = jax.tree_util.tree_flatten_with_path(state.params)
-    tensors = {".".join(k.key for k in path): np.asarray(x) for path, x in named}
-    library.numpy.save_file(tensors, flags.out, {"config": to_json(config)})
-    print(f"{len(tensors)} tensors of step {number} in {flags.out}")
+    choices = {"config": to_json(config)}
+    names = write_safetensors(
+        flags.out, state, step, names=weight_name, metadata=choices
+    )
+    print(f"{len(names)} tensors of step {number} in {flags.out}")
+
+
+def weight_name(path: str) -> str | None:
+    """The parameters are written, under their path in the model."""
+    within = path.removeprefix("params/")
+    return None if within == path else dotted(within)
 
 
 def read_weights(path: Path) -> tuple[Config, Params]:
@@ -59,7 +73,7 @@ def read_weights(path: Path) -> tuple[Config, Params]:
 
 def safetensors() -> Any:
     try:
-        import safetensors.numpy
+        import safetensors
     except ImportError:
         raise ConfigError(
             "exported weights need the package `safetensors`: pip install safetensors"
