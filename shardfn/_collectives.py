@@ -6,6 +6,7 @@ along an axis means invarying along it.
 """
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -15,7 +16,7 @@ from jax import lax
 
 from shardfn import _compat
 from shardfn._errors import ShardingError, called, step_name
-from shardfn._reshard import move_of
+from shardfn._reshard import JOINED, move_of
 from shardfn._sharding import (
     Axes,
     Sharding,
@@ -48,17 +49,102 @@ def run_move(
     if op == "all_gather":
         assert isinstance(state, Split)
         return _all_gather(x, shape, after, state.dim, name, axes)
-    assert isinstance(goal, Split)
-    full = local_shape(shape, on_axis(before, axis, None), axes)
-    view, dim = viewed(full, goal.dim)
-    x = x.reshape(view)
-    local = local_shape(shape, after, axes)[dim]
-    x = _pad_to(x, dim, local * axes.sizes[axis])
+    x, dim = _to_scatter(x, shape, before, after, axes)
+    local = x.shape[dim] // axes.sizes[axis]
     if op == "psum_scatter":
         x = varying(x, name)
         return lax.psum_scatter(x, name, scatter_dimension=dim, tiled=True)
     assert op == "slice", op
     return lax.dynamic_slice_in_dim(x, lax.axis_index(name) * local, local, dim)
+
+
+def run_together(
+    blocks: Sequence[jax.Array],
+    shapes: Sequence[Sequence[int]],
+    ends: Sequence[Sequence[Sharding]],
+    axes: Axes,
+) -> list[jax.Array]:
+    """Moves of the same kind, as one collective if they use the wire.
+
+    Args:
+      blocks: local blocks, of one dtype.
+      shapes: global shapes of their values.
+      ends: the shardings before and after, of each.
+      axes: the mesh axes.
+
+    Returns:
+      The blocks moved, their elements as `run_move` makes them.
+    """
+    op, axis = move_of(*ends[0])
+    name, n = axes.names[axis], axes.sizes[axis]
+    each = list(zip(blocks, shapes, ends, strict=True))
+    if op not in JOINED:
+        return [run_move(x, shape, end[0], end[1], axes) for x, shape, end in each]
+    if op == "all_gather":
+        flat = varying(_joined([x.reshape(1, -1) for x in blocks]), name)
+        parts = lax.all_gather(flat, name, axis=0, tiled=True, to="invarying")
+        whole = []
+        for part, (x, shape, (before, after)) in zip(
+            _parted(parts, [x.size for x in blocks]), each, strict=True
+        ):
+            full = local_shape(shape, after, axes)
+            view, along = viewed(full, _split_on(before, axis))
+            part = jnp.moveaxis(part.reshape(n, *x.shape), 0, along)
+            size = n * x.shape[along]
+            part = part.reshape(*x.shape[:along], size, *x.shape[along + 1 :])
+            whole.append(_cut_to(part, along, view[along]).reshape(full))
+        return whole
+    if op == "all_reduce":
+        sums = lax.psum(
+            varying(_joined([x.reshape(1, -1) for x in blocks]), name), name
+        )
+        parts = _parted(sums, [x.size for x in blocks])
+        return [part.reshape(x.shape) for part, x in zip(parts, blocks, strict=True)]
+    rows, made = [], []
+    for x, shape, (before, after) in each:
+        x, dim = _to_scatter(x, shape, before, after, axes)
+        local = x.shape[dim] // n
+        x = x.reshape(*x.shape[:dim], n, local, *x.shape[dim + 1 :])
+        rows.append(jnp.moveaxis(x, dim, 0).reshape(n, -1))
+        made.append((*x.shape[:dim], *x.shape[dim + 1 :]))
+    terms = varying(_joined(rows), name)
+    sums = lax.psum_scatter(terms, name, scatter_dimension=0, tiled=True)
+    parts = _parted(sums, [row.shape[1] for row in rows])
+    return [part.reshape(shape) for part, shape in zip(parts, made, strict=True)]
+
+
+def _joined(rows: Sequence[jax.Array]) -> jax.Array:
+    return jnp.concatenate(_compat.varying_alike(rows), axis=1)
+
+
+def _parted(joined: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
+    ends = list(itertools.accumulate(sizes))
+    return [
+        lax.slice_in_dim(joined, end - size, end, axis=1)
+        for size, end in zip(sizes, ends, strict=True)
+    ]
+
+
+def _to_scatter(
+    x: jax.Array,
+    shape: Sequence[int],
+    before: Sharding,
+    after: Sharding,
+    axes: Axes,
+) -> tuple[jax.Array, int]:
+    """`x`, flattened if need be and padded so that the devices of the axis divide it,
+    and the dimension that they are to divide."""
+    _, axis = move_of(before, after)
+    full = local_shape(shape, on_axis(before, axis, None), axes)
+    view, dim = viewed(full, _split_on(after, axis))
+    local = local_shape(shape, after, axes)[dim]
+    return _pad_to(x.reshape(view), dim, local * axes.sizes[axis]), dim
+
+
+def _split_on(sharding: Sharding, axis: int) -> int:
+    state = sharding[axis]
+    assert isinstance(state, Split)
+    return state.dim
 
 
 def _all_gather(
@@ -73,9 +159,7 @@ def _all_gather(
     full = local_shape(shape, after, axes)
     view, along = viewed(full, dim)
     x = lax.all_gather(varying(x, name), name, axis=along, tiled=True, to="invarying")
-    if x.shape[along] != view[along]:
-        x = lax.slice_in_dim(x, 0, view[along], axis=along)
-    return x.reshape(full)
+    return _cut_to(x, along, view[along]).reshape(full)
 
 
 def _all_reduce(x: jax.Array, name: str, op: str) -> jax.Array:
@@ -126,6 +210,12 @@ def _pad_to(x: jax.Array, dim: int, size: int) -> jax.Array:
         return x
     config = [(0, missing if d == dim else 0, 0) for d in range(x.ndim)]
     return lax.pad(x, jnp.zeros((), x.dtype), config)
+
+
+def _cut_to(x: jax.Array, dim: int, size: int) -> jax.Array:
+    if x.shape[dim] == size:
+        return x
+    return lax.slice_in_dim(x, 0, size, axis=dim)
 
 
 def varying(x: jax.Array, *names: str) -> jax.Array:

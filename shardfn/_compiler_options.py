@@ -54,11 +54,11 @@ OPTIONS = (
         (("xla_gpu_enable_latency_hiding_scheduler", True),),
         settled_by=("exec_time_optimization_effort", "optimization_level"),
     ),
-    # Two transfers in flight instead of one: a layer's reduce-scatters no longer wait
+    # Several transfers in flight instead of one: a layer's reduce-scatters do not wait
     # for the next layer's gathers to end, nor the gathers for one another.
     Option(
         "gpu",
-        (("xla_gpu_experimental_parallel_collective_overlap_limit", 2),),
+        (("xla_gpu_experimental_parallel_collective_overlap_limit", 4),),
         hosts=True,
     ),
 )

@@ -38,6 +38,7 @@ class LeafControl:
     reduce_dtype: str | None = None
     accumulate: Accumulate = "auto"
     prefetch: int = 0
+    bucket_bytes: int = 0
     shard: tuple[str, ...] | None = None
 
 
@@ -60,6 +61,11 @@ class Control:
     def prefetches(self) -> bool:
         """Whether some leaf is to be gathered ahead."""
         return any(lead for _, lead in dict(self.choices).get("prefetch", ()))
+
+    @property
+    def joins(self) -> bool:
+        """Whether some leaf may move together with others."""
+        return any(size for _, size in dict(self.choices).get("bucket_bytes", ()))
 
     def check(self, leaves: Iterable[str]) -> None:
         """Raises if a pattern names none of the state's leaves."""
@@ -196,5 +202,6 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "reduce_dtype": _floating,
     "accumulate": _one_of("auto", "scatter", "defer"),
     "prefetch": _count,
+    "bucket_bytes": _count,
     "shard": _axes,
 }

@@ -6,8 +6,11 @@ move on the wire, with the state leaf that it belongs to, the source line, and M
 
 import hashlib
 import math
+import os.path
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -25,9 +28,13 @@ from shardfn._plan import (
     Reshard,
     communicating_moves,
     line_name,
+    together,
 )
 from shardfn._program import Program
 from shardfn._sharding import Axes
+
+Line = tuple[Collective, dict[str, int]]
+"""A collective, and the bytes of each parameter that it gathers."""
 
 
 def make_plan(
@@ -51,10 +58,9 @@ def make_plan(
     """
     parameters: dict[str, int] = {}
     collectives = []
-    for line, size in _walk(program, body, axes, 1):
+    for line, gathered in _walk(program, body, axes, 1):
         collectives.append(line)
-        if line.op == "all_gather" and size:
-            key = line.path or f"{line.shape} {line.place}"
+        for key, size in gathered.items():
             total = size * (line.times or 1)
             parameters[key] = max(parameters.get(key, 0), total)
     return Plan(
@@ -90,13 +96,18 @@ def _constants(program: Program) -> Iterator[Any]:
 
 def _walk(
     program: Program, body: BodyPlan, axes: Axes, times: int | None, at: Place = ()
-) -> Iterator[tuple[Collective, int]]:
-    """Every collective, and the bytes of the parameter that it gathers, or 0."""
+) -> Iterator[Line]:
+    """Every collective, and the bytes of the parameters that it gathers."""
     users = _users(program, body)
-    for step in body.steps:
+    for index, step in enumerate(body.steps):
         if isinstance(step, Reshard):
-            path = program.leaf(step.source.value)
-            yield from _moves(step, path, users.get(step.result), axes, times, at)
+            steps = together(body.steps, index)
+            paths = [program.leaf(s.source.value) for s in steps]
+            each = [
+                list(_moves(s, path, users.get(s.result), axes, times, at))
+                for s, path in zip(steps, paths, strict=True)
+            ]
+            yield from map(_joined, zip(*each, strict=True))
             continue
         bodies = program.nodes[step.node].bodies
         inner = None if times is None or step.times is None else times * step.times
@@ -114,10 +125,11 @@ def _moves(
     axes: Axes,
     times: int | None,
     at: Place,
-) -> Iterator[tuple[Collective, int]]:
+) -> Iterator[Line]:
     place, fallback = user or ("", "")
     for move in communicating_moves(step, axes):
         gathers = move.op == "all_gather" and step.stored
+        key = path or f"{step.part_shape} {place}"
         yield (
             Collective(
                 op=move.op,
@@ -133,8 +145,35 @@ def _moves(
                 name=line_name(at, step.result, move.index),
                 elements=move.elements,
             ),
-            math.prod(step.part_shape) * step.itemsize if gathers else 0,
+            {key: math.prod(step.part_shape) * step.itemsize} if gathers else {},
         )
+
+
+def _joined(lines: Sequence[Line]) -> Line:
+    """One line for moves that are one collective."""
+    first = lines[0][0]
+    if len(lines) == 1:
+        return lines[0]
+    each = [line for line, _ in lines]
+    gathered = Counter()
+    for _, sizes in lines:
+        gathered.update(sizes)
+    line = replace(
+        first,
+        shape=(sum(math.prod(line.shape) for line in each),),
+        wire_bytes=sum(line.wire_bytes for line in each),
+        path=_common([line.path for line in each]),
+        elements=sum(line.elements for line in each),
+        parts=tuple((line.path, line.wire_bytes) for line in each),
+    )
+    return line, dict(gathered)
+
+
+def _common(paths: Sequence[str]) -> str:
+    """`layers/{up, norm/scale}` for two leaves."""
+    prefix = os.path.commonprefix([path.split("/")[:-1] for path in paths])
+    rest = ["/".join(path.split("/")[len(prefix) :]) for path in paths]
+    return "/".join([*prefix, "{" + ", ".join(dict.fromkeys(rest)) + "}"])
 
 
 def _users(program: Program, body: BodyPlan) -> dict[Ref, tuple[str, str]]:

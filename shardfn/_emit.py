@@ -19,12 +19,12 @@ import numpy as np
 from jax import lax
 
 from shardfn import _compat
-from shardfn._auto import auto_names, auto_spec
 from shardfn._collectives import run_move, varying
 from shardfn._custom import run_custom
+from shardfn._emit_move import move_along, move_together
 from shardfn._emit_op import run_op
 from shardfn._extreme import Extreme
-from shardfn._plan import Ahead, Apply, BodyPlan, Place, Ref, Reshard, line_name, reads
+from shardfn._plan import Ahead, Apply, BodyPlan, Place, Ref, Reshard, reads, together
 from shardfn._program import Node, Program, aval_of
 from shardfn._reshard import reshard_path
 from shardfn._scan_ahead import Part, scan_ahead
@@ -76,7 +76,7 @@ class _Run:
         last_use = _last_uses(self.plan)
         for index, step in enumerate(self.plan.steps):
             if isinstance(step, Reshard):
-                self.reshard(step)
+                self.reshard(index)
             else:
                 self.apply(step, program.nodes[step.node])
             for ref in last_use.get(index, ()):
@@ -103,9 +103,9 @@ class _Run:
         for value, arg in zip(self.program.inputs, args, strict=True):
             if arg is not None:
                 self.env[Ref(value)] = arg
-        for step in self.plan.steps:
+        for index, step in enumerate(self.plan.steps):
             if isinstance(step, Reshard):
-                self.reshard(step)
+                self.reshard(index)
                 continue
             node = self.program.nodes[step.node]
             if node.kind == "op":
@@ -148,44 +148,30 @@ class _Run:
 
     # Moves
 
-    def reshard(self, step: Reshard) -> None:
+    def reshard(self, index: int) -> None:
+        """The move of step `index`, or all that are one with it."""
+        steps = together(self.plan.steps, index)
+        blocks = [self.tied(step) for step in steps]
+        if len(steps) > 1:
+            moved = move_together(steps, blocks, self.place, self.axes)
+            self.env.update(zip((s.result for s in steps), moved, strict=True))
+        elif steps:
+            self.env[steps[0].result] = self.moved(steps[0], blocks[0])
+
+    def tied(self, step: Reshard) -> jax.Array:
+        """What a move moves, no earlier than what it waits for."""
         x = self.env[step.source]
         if step.after is not None:
             x, _ = lax.optimization_barrier((x, self.env[step.after]))
-        count = len(step.path) - 1
+        return x
+
+    def moved(self, step: Reshard, x: jax.Array) -> jax.Array:
+        move, count = functools.partial(move_along, step), len(step.path) - 1
         extreme, reduces = self.extremes.get(step.source), 0
         if extreme is not None:
             reduces = min(len(extreme.names), count)
-            first = functools.partial(self.moved, step, 0, reduces)
-            x = extreme.reduced(x, first)
-        self.env[step.result] = self.moved(step, reduces, count, x)
-
-    def moved(self, step: Reshard, start: int, end: int, x: jax.Array) -> jax.Array:
-        """`x` after the moves `start` to `end` of a path, made in the dtype that the
-        step names.
-
-        Where automatic axes split the value, one part moves: XLA would gather the parts
-        in front of a collective, so those axes are manual here too.
-        """
-        own, weak = x.dtype, getattr(x, "weak_type", False)
-        if str(own) != step.dtype:
-            x = lax.convert_element_type(x, step.dtype)
-
-        def run(x: jax.Array) -> jax.Array:
-            for index in range(start, end):
-                before, after = step.path[index : index + 2]
-                with jax.named_scope(line_name(self.place, step.result, index)):
-                    x = run_move(x, step.part_shape, before, after, self.axes)
-            return x
-
-        if step.auto:
-            spec, names = auto_spec(step.auto), auto_names(step.auto)
-            x = jax.shard_map(run, in_specs=spec, out_specs=spec, axis_names=names)(x)
-        else:
-            x = run(x)
-        if x.dtype == own:
-            return x
-        return _compat.with_weak_type(lax.convert_element_type(x, own), weak)
+            x = extreme.reduced(x, lambda x: move(0, reduces, x, self.place, self.axes))
+        return move(reduces, count, x, self.place, self.axes)
 
     # Equations
 

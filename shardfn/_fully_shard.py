@@ -26,6 +26,7 @@ class PerLeafOptions(TypedDict, total=False):
     reduce_dtype: PerLeaf[DTypeLike | None]
     accumulate: PerLeaf[Accumulate]
     prefetch: PerLeaf[int]
+    bucket_bytes: PerLeaf[int]
     shard: PerLeaf[str | tuple[str, ...] | Literal[False] | None]
 
 
@@ -77,6 +78,7 @@ def fully_shard(
     reduce_dtype: PerLeaf[DTypeLike | None] = None,
     accumulate: PerLeaf[Accumulate] = "auto",
     prefetch: PerLeaf[int] = 0,
+    bucket_bytes: PerLeaf[int] = 0,
     shard: PerLeaf[str | tuple[str, ...] | Literal[False] | None] = None,
 ) -> ShardedStep | LocalStep | Callable[[Step], Any]:
     """Shards `train_step`'s state over one mesh axis, gathering each parameter where it
@@ -145,6 +147,14 @@ def fully_shard(
         more gathers of a layer per pass, whose results the last iterations drop. 0:
         each iteration gathers its own, and the compiler overlaps what it can; so in
         unrolled layers, whatever this says.
+      bucket_bytes: small leaves that a layer gathers, or whose gradients it sums, move
+        together, in one collective of at most so many bytes of whole values; larger
+        ones travel alone, and are not copied. Fewer collectives for the same bytes and
+        the same results to the last bit, but joined leaves are copied once more on
+        either side, and the first gathers and the last sums wait for the others. Leaves
+        with different values of it, or in different dtypes, do not move together, nor
+        those that other mesh axes split. 0: each leaf has a collective of its own,
+        which XLA may still combine.
       shard: mesh axes over which leaves of the state are stored split, one dimension
         per axis. None: the last of `axis`; parameters, gradients and optimizer state
         are then all sharded (ZeRO-3; hybrid if `axis` has more). False: every device
@@ -192,6 +202,7 @@ def fully_shard(
         "reduce_dtype": reduce_dtype,
         "accumulate": accumulate,
         "prefetch": prefetch,
+        "bucket_bytes": bucket_bytes,
         "shard": shard,
     }
     options: Options = {

@@ -222,8 +222,10 @@ def _parameters(report: Report) -> list[dict[str, Any]]:
     """One row per leaf of the state, those that send most first."""
     sent: dict[str, Counter[str]] = {}
     for check in report.verification.lines:
-        bytes_of = sent.setdefault(check.line.path or "no leaf", Counter())
-        bytes_of[_move(check.line.op)] += check.wire_bytes
+        line = check.line
+        for name, part in line.parts or ((line.path or "no leaf", line.wire_bytes),):
+            share = check.wire_bytes * part // max(line.wire_bytes, 1)
+            sent.setdefault(name, Counter())[_move(line.op)] += share
     rows = [_leaf_row(leaf, sent.pop(leaf.name, Counter())) for leaf in report.state]
     rows.sort(key=lambda row: (-sum(row["sent"].values()), -row["stored"]))
     shown, rest = rows[:ROWS], rows[ROWS:]

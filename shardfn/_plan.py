@@ -6,7 +6,7 @@ sharding, `Apply` steps run one node of the program on such versions.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -45,6 +45,8 @@ class Reshard:
       after: the move waits for this version to exist, so that the compiler cannot merge
         it with an earlier gather of the same value.
       auto: how automatic mesh axes split the value, which moves part by part.
+      together: what the first of several moves makes that are one collective; they
+        stand next to each other, and their paths are of the same kinds.
     """
 
     source: Ref
@@ -57,6 +59,7 @@ class Reshard:
     stored: bool = False
     after: Ref | None = None
     auto: AutoSplit = ()
+    together: Ref | None = None
 
     @property
     def part_shape(self) -> tuple[int, ...]:
@@ -168,6 +171,21 @@ class Ahead:
     part: BodyPlan
 
 
+def together(steps: Sequence[Step], index: int) -> tuple[Reshard, ...]:
+    """The moves that are one with the move at `index`, the first of them; none if an
+    earlier one is the first."""
+    first = steps[index]
+    assert isinstance(first, Reshard)
+    if first.together is None:
+        return (first,)
+    found = [first]
+    for step in steps[index + 1 :]:
+        if not isinstance(step, Reshard) or step.together != first.result:
+            break
+        found.append(step)
+    return tuple(found) if first.together == first.result else ()
+
+
 def without_move(body: BodyPlan, move: Reshard, instead: Ref) -> BodyPlan:
     """`body` without `move`, its result replaced by another version."""
 
@@ -210,6 +228,8 @@ class Collective:
       name: the name scope that its operations are emitted under (see `line_name`).
       elements: of the value on one device where it is larger, padding included: after
         an all-gather, before a reduce-scatter.
+      parts: state leaves that move together, and the wire bytes of each; empty if only
+        one moves. The shape is then that of their concatenation.
     """
 
     op: str
@@ -224,6 +244,7 @@ class Collective:
     fallback: str = ""
     name: str = field(default="", compare=False)
     elements: int = field(default=0, compare=False)
+    parts: tuple[tuple[str, int], ...] = ()
 
     @property
     def total_bytes(self) -> int:

@@ -4,6 +4,7 @@ In: two shardings and the value's shape. Out: a path of shardings in which neigh
 differ on one mesh axis; each step of it is one move, and `move_of` names it.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -22,6 +23,9 @@ from shardfn._sharding import (
 )
 
 COMMUNICATES = ("all_gather", "psum_scatter", "all_to_all", "all_reduce")
+
+JOINED = ("all_gather", "psum_scatter", "all_reduce")
+"""Moves of several values that can be one collective, if they sum."""
 
 
 def can_split(
@@ -157,6 +161,11 @@ def move_of(before: Sharding, after: Sharding) -> tuple[str, int]:
             return ("relabel" if same else "all_to_all"), axis
         return "all_gather", axis
     return ("slice" if isinstance(goal, Split) else "mask"), axis
+
+
+def moves_of(path: Sequence[Sharding]) -> list[tuple[str, int]]:
+    """Names and mesh axes of the moves along a path."""
+    return [move_of(*ends) for ends in itertools.pairwise(path)]
 
 
 def move_elements(

@@ -59,6 +59,7 @@ ORDER = """
     _wire
     _widen
     _schedule._origin
+    _schedule._bucket
     _schedule._hoist _schedule._keep _schedule._prefetch _schedule._share
     _schedule
     _describe
@@ -67,6 +68,7 @@ ORDER = """
     _extreme
     _scan_ahead
     _emit_op
+    _emit_move
     _emit
     _planner
     _plain_step

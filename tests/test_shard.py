@@ -162,6 +162,7 @@ def test_axes_that_the_step_is_not_sharded_over_are_refused() -> None:
         ("reduce_dtype", "float33", "None or a floating-point dtype"),
         ("accumulate", True, "'auto', 'scatter', 'defer'"),
         ("prefetch", -1, "an integer that is not negative"),
+        ("bucket_bytes", "1M", "an integer that is not negative"),
         ("prefetch", {"params": "all"}, "an integer that is not negative"),
     ],
 )

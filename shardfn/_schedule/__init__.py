@@ -10,6 +10,7 @@ from shardfn._control import Control
 from shardfn._phase import mixes_passes
 from shardfn._plan import Apply, BodyPlan, Step
 from shardfn._program import Program
+from shardfn._schedule._bucket import bucket
 from shardfn._schedule._hoist import hoist
 from shardfn._schedule._keep import keep
 from shardfn._schedule._prefetch import prefetch
@@ -29,7 +30,8 @@ def schedule(program: Program, body: BodyPlan, control: Control) -> BodyPlan:
       The scheduled plan.
     """
     body = _schedule(program, body, control, unit=False)
-    return prefetch(program, body, control)
+    body = prefetch(program, body, control)
+    return bucket(program, body, control) if control.joins else body
 
 
 def _schedule(
