@@ -175,13 +175,29 @@ def _all_reduce(x: jax.Array, name: str, op: str) -> jax.Array:
     if op == "and":
         return ~_any(~x, name)
     if op == "prod":
-        return lax.all_gather(x, name, to="invarying").prod(axis=0)
+        return lax.all_gather(x, name, to="invarying").prod(axis=0, dtype=x.dtype)
     raise ValueError(f"unknown reducer {op!r}")
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _extreme(x: jax.Array, name: str, collective: Any) -> jax.Array:
-    return collective(x, name)
+    """A maximum or minimum over devices, NaN if any device has NaN.
+
+    Collectives of floats lose NaN: on CPUs, and by NCCL. So the bits are compared, as
+    integers in the order of the floats, with NaN beyond the infinities.
+    """
+    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 2:
+        return collective(x, name)
+    bits = jnp.iinfo(f"int{8 * x.dtype.itemsize}")
+    beyond = bits.max if collective is lax.pmax else bits.min
+
+    def mirrored(key: jax.Array) -> jax.Array:
+        """Negative floats have the larger bits the smaller they are."""
+        return jnp.where(key < 0, key ^ jnp.asarray(bits.max, bits.dtype), key)
+
+    key = mirrored(lax.bitcast_convert_type(x, bits.dtype))
+    key = jnp.where(jnp.isnan(x), jnp.asarray(beyond, bits.dtype), key)
+    return lax.bitcast_convert_type(mirrored(collective(key, name)), x.dtype)
 
 
 @_extreme.defjvp

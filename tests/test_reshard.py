@@ -6,6 +6,7 @@ import functools
 import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -288,3 +289,54 @@ def test_blocks_make_up_the_stored_array() -> None:
             if SUM not in sharding:
                 count = blocks(np.zeros(shape), sharding).size
                 assert count == np.prod(stored_shape(shape, sharding, AXES))
+
+
+NAN, INF = np.nan, np.inf
+# Rows of terms, one per device along "data".
+FLOATS = [
+    [1, NAN, -INF, -0.0, -5, INF],
+    [-2, 3, -INF, 0.0, -6, NAN],
+    [7, 3, -INF, -0.0, -7, 2],
+    [4, -INF, -INF, -0.0, -5.5, -1],
+]
+REDUCED = {
+    **{
+        (op, dtype): FLOATS
+        for op in ("max", "min")
+        for dtype in ("float32", "bfloat16", "float16")
+    },
+    **{(op, "int8"): [[3, -2], [2, 5], [-3, 2], [2, 1]] for op in ("max", "prod")},
+    **{(op, "bool"): [[1, 0, 1], [1, 0, 0]] * 2 for op in ("and", "or", "max", "min")},
+}
+
+
+def test_every_reducer_over_devices(mesh) -> None:
+    """As numpy reduces: a maximum is NaN if any device has NaN, dtypes stay."""
+    args = {key: jnp.asarray(rows).astype(key[1]) for key, rows in REDUCED.items()}
+
+    def reduced(key, x):
+        before, after = (None, Unreduced(key[0])), AXES.replicated
+        return run_move(x[0], x.shape[1:], before, after, AXES)
+
+    out = jax.jit(
+        jax.shard_map(
+            lambda xs: {key: reduced(key, x) for key, x in xs.items()},
+            mesh=mesh,
+            in_specs=P("data"),
+            out_specs=P(),
+        )
+    )(args)
+    ufuncs = {
+        "max": np.maximum,
+        "min": np.minimum,
+        "prod": np.multiply,
+        "and": np.logical_and,
+        "or": np.logical_or,
+    }
+    for (op, dtype), got in out.items():
+        terms = np.asarray(args[op, dtype])
+        assert got.dtype == terms.dtype
+        wide = np.float32 if terms.dtype.kind not in "bi" else terms.dtype
+        expected = ufuncs[op].reduce(terms.astype(wide), axis=0, dtype=wide)
+        got = np.asarray(got).astype(wide)
+        np.testing.assert_array_equal(got, expected, err_msg=f"{op} {dtype}")
