@@ -7,7 +7,7 @@ and what that gives is planned as any other program, when a derivative is asked 
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from shardfn import _compat
 from shardfn._control import NOTHING_ASKED
-from shardfn._plan import Apply, BodyPlan, Step
+from shardfn._plan import BodyPlan
 from shardfn._program import Node, Program, aval_of, make_program
 from shardfn._propagate import propagate
 from shardfn._schedule import schedule
@@ -169,7 +169,7 @@ class _Call:
         program = make_program(jaxpr)
         free = [None] * (len(program.outputs) - len(required))
         body = propagate(program, inputs, [*required, *free], self.axes, small=2)
-        body = _untied(schedule(program, body, NOTHING_ASKED))
+        body = schedule(program, body, NOTHING_ASKED)
         return _Planned(program, body, self.axes, self.emit)
 
 
@@ -206,15 +206,3 @@ def _merged(
     for position, value in zip(positions, chosen, strict=True):
         out.insert(position, value)
     return out
-
-
-def _untied(body: BodyPlan) -> BodyPlan:
-    """The plan with no move waiting for another value: a barrier on a value and on a
-    tangent would make JAX take both for tangents."""
-    steps: list[Step] = [
-        replace(step, bodies=tuple(map(_untied, step.bodies)))
-        if isinstance(step, Apply)
-        else replace(step, after=None)
-        for step in body.steps
-    ]
-    return replace(body, steps=tuple(steps))

@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 
 from shardfn import _compat
+from shardfn._barrier import barrier
 from shardfn._collectives import run_move, varying
 from shardfn._custom import run_custom
 from shardfn._emit_move import move_along, move_together
@@ -162,7 +163,7 @@ class _Run:
         """What a move moves, no earlier than what it waits for."""
         x = self.env[step.source]
         if step.after is not None:
-            x, _ = lax.optimization_barrier((x, self.env[step.after]))
+            x, _ = barrier(x, self.env[step.after])
         return x
 
     def moved(self, step: Reshard, x: jax.Array) -> jax.Array:
@@ -209,7 +210,7 @@ class _Run:
         return operands
 
     def barrier(self, step: Apply, node: Node, operands: Arrays) -> Arrays:
-        return lax.optimization_barrier(tuple(operands))
+        return barrier(*operands)
 
     # Control flow
 

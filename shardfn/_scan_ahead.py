@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from shardfn._barrier import barrier
+
 Arrays = Sequence[Any]
 
 
@@ -68,7 +70,9 @@ def scan_ahead(
             for i, x in enumerate(xs)
         ]
         if after:
-            slices, _ = lax.optimization_barrier((slices, tuple(after)))
+            read, treedef = jax.tree.flatten(slices)
+            read = barrier(*read, *after)[: len(read)]
+            slices = jax.tree.unflatten(treedef, read)
         return tuple(part.make(slices))
 
     def iteration(carry: Any, x: Any) -> tuple[Any, Any]:

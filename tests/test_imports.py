@@ -64,6 +64,7 @@ ORDER = """
     _schedule
     _describe
     _collectives
+    _barrier
     _custom
     _extreme
     _scan_ahead

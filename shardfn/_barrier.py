@@ -1,0 +1,42 @@
+"""An optimization barrier whose results have the types of its operands.
+
+In: arrays, inside `shard_map`. Out: the same arrays, of which none exists before all
+do. The barrier of JAX 0.10 says of each that it varies over every mesh axis over which
+one of them does, so that a replicated value would be replicated no more. Derivatives
+pass by: tangents and cotangents are not tied.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+barrier_p = Primitive("barrier")
+barrier_p.multiple_results = True
+
+
+def barrier(*values: jax.Array) -> Sequence[jax.Array]:
+    """`values`, which the compiler makes before what uses any of them."""
+    return barrier_p.bind(*values)
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+    return barrier_p.bind(*primals), list(tangents)
+
+
+def _batched(args: Sequence[Any], dims: Sequence[Any]) -> Any:
+    return barrier_p.bind(*args), list(dims)
+
+
+def _barrier(*values: Any) -> list[Any]:
+    return list(lax.optimization_barrier(values))
+
+
+barrier_p.def_impl(_barrier)
+barrier_p.def_abstract_eval(lambda *avals: list(avals))
+mlir.register_lowering(barrier_p, mlir.lower_fun(_barrier, multiple_results=True))
+ad.primitive_jvps[barrier_p] = _jvp
+batching.primitive_batchers[barrier_p] = _batched
