@@ -4,19 +4,12 @@ In: a program and its plan, tree paths of the state leaves. Out: one `Collective
 move on the wire, with the state leaf that it belongs to, the source line, and M.
 """
 
-import hashlib
 import math
 import os.path
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
-import jax
-import numpy as np
-
-from shardfn import _compat
 from shardfn._control import Control
 from shardfn._errors import where
 from shardfn._plan import (
@@ -51,7 +44,7 @@ def make_plan(
       body: its plan.
       axes: the mesh axes.
       control: what was asked of the moves of state leaves.
-      fingerprint: what identifies the traced step; see `fingerprint_of`.
+      fingerprint: what identifies the traced step; see `_fingerprint`.
 
     Returns:
       The plan with its collectives and M.
@@ -71,27 +64,6 @@ def make_plan(
         program=fingerprint,
         control=control,
     )
-
-
-def fingerprint_of(closed_jaxpr: Any, program: Program) -> str:
-    """A hash that two traces share iff they are the same program on equal constants."""
-    text = re.sub(r"0x[0-9a-f]+|<function [^>]*>", "", str(closed_jaxpr))
-    digest = hashlib.sha256(text.encode())
-    for constant in _constants(program):
-        if _compat.is_key(constant.dtype):
-            constant = jax.random.key_data(constant)
-        digest.update(np.asarray(constant).tobytes())
-    return digest.hexdigest()
-
-
-def _constants(program: Program) -> Iterator[Any]:
-    """The arrays that a program and the bodies in it capture."""
-    for _, constant in program.constants:
-        if hasattr(constant, "dtype"):
-            yield constant
-    for node in program.nodes:
-        for body in node.bodies:
-            yield from _constants(body)
 
 
 def _walk(

@@ -123,6 +123,8 @@ def reads(step: Step) -> tuple[Ref, ...]:
 
 def reading(step: Step, name: Callable[[Ref], Ref]) -> Step:
     """`step` with the versions that it reads renamed."""
+    if all(name(ref) == ref for ref in reads(step)):
+        return step
     if isinstance(step, Reshard):
         after = None if step.after is None else name(step.after)
         return replace(step, source=name(step.source), after=after)

@@ -14,9 +14,10 @@ import jax
 from shardfn._arguments import Leaf, leaf_name
 from shardfn._auto_plan import split_automatically
 from shardfn._control import NOTHING_ASKED, Control
-from shardfn._describe import fingerprint_of, make_plan
+from shardfn._describe import make_plan
 from shardfn._emit import emit
 from shardfn._errors import ShardingError, UnsupportedPrimitiveWarning
+from shardfn._fingerprint import fingerprint_of
 from shardfn._leaves import name_leaves
 from shardfn._padding import zero_padding
 from shardfn._plan import BodyPlan, Collective, Plan
@@ -151,13 +152,12 @@ def describe(planned: Planned, *, fingerprint: bool = True) -> Plan:
     Returns:
       The plan.
     """
-    program, jaxpr = planned.program, planned.traced.jaxpr
     return make_plan(
-        program,
+        planned.program,
         planned.body,
         planned.axes,
         planned.control,
-        fingerprint_of(jaxpr, program) if fingerprint else "",
+        fingerprint_of(planned.program) if fingerprint else "",
     )
 
 

@@ -17,6 +17,7 @@ from jax.extend.core import JaxprEqn, Literal
 from shardfn import _compat
 from shardfn._constrain import constrain_p
 from shardfn._counting import Counts
+from shardfn._looks import looks_of
 from shardfn._rule import OpShardingRule, rule_of
 
 Atom = int | Literal
@@ -42,6 +43,7 @@ class Node:
         condition and body, the branches.
       rule: the op's rule, if it has one.
       kinds: per operand VALUE, ZERO (known to be zero) or LITERAL (another one).
+      looks: see `_looks`; the same object for equations that look the same.
       counts: scan: (constants, carries); while: (condition constants, body constants).
     """
 
@@ -54,6 +56,7 @@ class Node:
     counts: tuple[int, int] = (0, 0)
     rule: OpShardingRule | None = None
     kinds: tuple[str, ...] = ()
+    looks: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,7 +103,7 @@ class _Builder:
 
     cache: dict[tuple[int, bool], Program] = field(default_factory=dict)
     keep_alive: list[Any] = field(default_factory=list)
-    known: dict[Hashable, Hashable] = field(default_factory=dict)
+    known: dict[Hashable, tuple[Any, ...]] = field(default_factory=dict)
     rules: dict[int, OpShardingRule | None] = field(default_factory=dict)
 
     def build(self, closed: Any, backward: bool, call: Any) -> Program:
@@ -110,17 +113,16 @@ class _Builder:
             self.cache[key] = _Values(self, backward).run(closed, call)
         return self.cache[key]
 
-    def looks(self, eqn: Any, operands: Sequence[Atom]) -> Hashable | None:
-        """`_looks(eqn, operands)`, the same object for all that are equal."""
-        looks = _looks(eqn, operands)
-        return None if looks is None else self.known.setdefault(looks, looks)
+    def looks(self, eqn: Any, operands: Sequence[Atom]) -> tuple[tuple[Any, ...], bool]:
+        """`looks_of(eqn, operands)`, the same object for all that are equal."""
+        looks, comparable = looks_of(eqn, operands)
+        return self.known.setdefault(looks, looks) if comparable else looks, comparable
 
-    def rule(self, eqn: Any, looks: Hashable | None) -> OpShardingRule | None:
+    def rule(self, eqn: Any, looks: tuple[Any, ...]) -> OpShardingRule | None:
         """The rule of `eqn`, the same object for equations that look the same."""
-        if looks is None:
-            return rule_of(eqn)
         if id(looks) not in self.rules:
             self.rules[id(looks)] = rule_of(eqn)
+            self.keep_alive.append(looks)
         return self.rules[id(looks)]
 
 
@@ -196,9 +198,9 @@ class _Values:
     def add(
         self, eqn: Any, operands: tuple[Atom, ...], backward: bool
     ) -> tuple[int, ...]:
-        looks = self.builder.looks(eqn, operands)
+        looks, comparable = self.builder.looks(eqn, operands)
         key = None
-        if looks is not None and _may_merge(eqn):
+        if comparable and _may_merge(eqn):
             key = (
                 id(looks),
                 *(self.same.get(a, a) for a in operands if isinstance(a, int)),
@@ -220,6 +222,7 @@ class _Values:
                 counts=counts,
                 rule=rule,
                 kinds=tuple(map(self.kind, operands)),
+                looks=looks,
             )
         )
         if self.makes_zeros(eqn, operands):
@@ -276,28 +279,6 @@ def _may_merge(eqn: Any) -> bool:
     return not any(
         hasattr(p, "eqns") or hasattr(p, "jaxpr") for p in eqn.params.values()
     )
-
-
-def _looks(eqn: Any, operands: Sequence[Atom]) -> Hashable | None:
-    """Equal for equations that do the same, and so have one rule; None: unknown."""
-    try:
-        key = (
-            eqn.primitive,
-            tuple(v.aval for v in eqn.invars),
-            tuple(_literal_looks(a) for a in operands if not isinstance(a, int)),
-            tuple(isinstance(a, int) for a in operands),
-            tuple(sorted(eqn.params.items())),
-            tuple(v.aval for v in eqn.outvars),
-        )
-        hash(key)
-    except (TypeError, AttributeError):
-        return None
-    return key
-
-
-def _literal_looks(literal: Literal) -> Hashable:
-    value = np.asarray(literal.val) if np.isscalar(literal.val) else literal.val
-    return literal.aval, type(literal.val), value.tobytes()
 
 
 def live(

@@ -6,8 +6,8 @@ they are made. A few rounds settle; any round's decisions are a correct plan.
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 from shardfn._constrain import constrained, wanted
 from shardfn._control import NOTHING_ASKED, Control
@@ -16,10 +16,10 @@ from shardfn._decide import Decision, OpSite, elements
 from shardfn._phase import FORWARD, node_phases
 from shardfn._plan import BodyPlan
 from shardfn._program import Atom, Node, Program, aval_of
-from shardfn._review import Reviewed, review
+from shardfn._review import Memo, Reviewed, review
 from shardfn._rule import OpShardingRule
-from shardfn._sharding import Axes, Sharding, Split, Unreduced
-from shardfn._split_again import split_again
+from shardfn._settle import settled
+from shardfn._sharding import Axes, Sharding, Split
 from shardfn._steps import plan_steps
 from shardfn._want import Wants, reduced
 
@@ -42,6 +42,7 @@ class Solver:
     control: Control
     memo: dict[Any, Solved] = field(default_factory=dict)
     ops: dict[Hashable, Decision] = field(default_factory=dict)
+    reviews: Memo = field(default_factory=Memo)
 
     def solve(
         self,
@@ -75,18 +76,15 @@ class Solver:
         )
         if key not in self.memo:
             self.memo[key] = _Body(
-                self, program, inputs, required, wants, keep, phase
+                self,
+                program,
+                inputs,
+                required,
+                wants,
+                keep,
+                node_phases(program, phase),
             ).solve()
         return self.memo[key]
-
-
-class _Decided(NamedTuple):
-    """What an op was last decided from, and how."""
-
-    states: tuple[Sharding, ...]
-    wants: tuple[Wants, ...]
-    settled: tuple[tuple[bool, ...], ...]
-    decision: Decision
 
 
 @dataclass(slots=True)
@@ -99,106 +97,113 @@ class _Body:
     required: Sequence[Sharding | None]
     out_wants: Sequence[Wants]
     keep: Sequence[bool]
-    phase: str
-    last: dict[Node, _Decided] = field(default_factory=dict)
+    phases: Sequence[str]
+    env: dict[int, Sharding] = field(default_factory=dict)
+    decisions: list[Decision] = field(default_factory=list)
 
     def solve(self) -> Solved:
+        self.env.update(zip(self.program.inputs, self.inputs, strict=True))
+        replicated = self.solver.axes.replicated
+        self.env.update((v, replicated) for v, _ in self.program.constants)
         reviewed = Reviewed({}, frozenset())
-        decisions, env = self.forward(reviewed)
+        self.first(reviewed)
         for _ in range(ROUNDS):
-            again = self.review(decisions, env)
+            again = self.review()
             again = Reviewed(again.wants, again.settled | reviewed.settled)
-            if again == reviewed:
+            news = again.news(reviewed)
+            if not news:
                 break
             reviewed = again
-            decisions, env = self.forward(reviewed)
-        phases = node_phases(self.program, self.phase)
+            self.again(reviewed, news)
         plan = plan_steps(
             self.program,
             self.inputs,
-            decisions,
-            env,
-            [self.output(env, j, reviewed) for j in range(len(self.required))],
-            phases,
+            self.decisions,
+            self.env,
+            [self.output(j, reviewed) for j in range(len(self.required))],
+            self.phases,
             self.solver.axes,
         )
+        wants = reviewed.wants
         nothing = self.nothing
-        return Solved(
-            plan, tuple(reviewed.wants.get(v, nothing) for v in self.program.inputs)
-        )
+        return Solved(plan, tuple(wants.get(v, nothing) for v in self.program.inputs))
 
-    def review(
-        self, decisions: Sequence[Decision], env: dict[int, Sharding]
-    ) -> Reviewed:
+    def review(self) -> Reviewed:
         """Goes backward over what a forward round decided."""
         return review(
             self.program,
-            decisions,
-            env,
+            self.decisions,
+            self.env,
             self.required,
             self.out_wants,
             self.keep,
             self.solver.axes,
+            self.solver.reviews,
         )
 
     @property
     def nothing(self) -> Wants:
         return (frozenset(),) * len(self.solver.axes.names)
 
-    def output(self, env: dict[int, Sharding], j: int, reviewed: Reviewed) -> Sharding:
+    def output(self, j: int, reviewed: Reviewed) -> Sharding:
         """The sharding in which output `j` is returned."""
         fixed, atom = self.required[j], self.program.outputs[j]
         if fixed is not None:
             return fixed
-        state = self.state(env, atom)
+        state = self.state(atom)
         if self.keep[j]:
             return state
         wants = self.out_wants[j]
         return reduced(state, wants, aval_of(self.program, atom), self.solver.axes)
 
-    def state(self, env: dict[int, Sharding], atom: Atom) -> Sharding:
-        return env[atom] if isinstance(atom, int) else self.solver.axes.replicated
+    def state(self, atom: Atom) -> Sharding:
+        return self.env[atom] if isinstance(atom, int) else self.solver.axes.replicated
 
-    def forward(self, reviewed: Reviewed) -> tuple[list[Decision], dict[int, Sharding]]:
+    def first(self, reviewed: Reviewed) -> None:
         """Decides every node in order; also the sharding of every value."""
-        program = self.program
-        env = dict(zip(program.inputs, self.inputs, strict=True))
-        env.update((v, self.solver.axes.replicated) for v, _ in program.constants)
-        decisions = []
-        phases = node_phases(program, self.phase)
-        for node, phase in zip(program.nodes, phases, strict=True):
-            decision = self.decide(node, env, reviewed, phase)
-            decisions.append(decision)
-            env.update(zip(node.outputs, decision.settled, strict=True))
-        return decisions, env
+        for node, phase in zip(self.program.nodes, self.phases, strict=True):
+            decision = self.decide(node, reviewed, phase)
+            self.decisions.append(decision)
+            self.env.update(zip(node.outputs, decision.settled, strict=True))
 
-    def decide(
-        self,
-        node: Node,
-        env: dict[int, Sharding],
-        reviewed: Reviewed,
-        phase: str,
-    ) -> Decision:
-        states = tuple(self.state(env, a) for a in node.inputs)
-        wants = tuple(reviewed.wants.get(v, self.nothing) for v in node.outputs)
-        settled = tuple(self.settled(v, reviewed) for v in node.outputs)
-        if node.kind != "op":
-            decision = self.flow(node, states, wants, reviewed, phase)
-            return self.settle(node, decision, wants, settled, states)
-        if node.rule is None:
+    def again(self, reviewed: Reviewed, news: set[int]) -> None:
+        """Decides again what depends on `news`, the values of which the review says
+        something new, or on a value whose sharding changes thereby."""
+        moved: set[int] = set()
+        for index, node in enumerate(self.program.nodes):
+            same = node.kind == "op" and news.isdisjoint(node.outputs)
+            if same and not any(isinstance(a, int) and a in moved for a in node.inputs):
+                continue
+            decision = self.decide(node, reviewed, self.phases[index])
+            self.decisions[index] = decision
+            for value, state in zip(node.outputs, decision.settled, strict=True):
+                if self.env[value] != state:
+                    self.env[value] = state
+                    moved.add(value)
+
+    def decide(self, node: Node, reviewed: Reviewed, phase: str) -> Decision:
+        states = tuple(map(self.state, node.inputs))
+        nothing, axes = self.nothing, self.solver.axes
+        wants = tuple(reviewed.wants.get(v, nothing) for v in node.outputs)
+        now = tuple(self.is_settled(v, reviewed) for v in node.outputs)
+        if node.kind == "op" and node.rule is not None:
+            # Equal layers are decided once: equal equations have one rule object.
+            key = id(node.rule), states, wants, now, node.kinds
+            decision = self.solver.ops.get(key)
+            if decision is None:
+                decision = self.op(node, node.rule, states, wants)
+                decision = settled(
+                    node, decision, states, self.result_avals(node), wants, now, axes
+                )
+                self.solver.ops[key] = decision
+            return decision
+        if node.kind == "op":
             decision = self.fallback(node, states)
-            return self.settle(node, decision, wants, settled, states)
-        # Equal layers are decided once: one rule object stands for equal equations.
-        last = self.last.get(node)
-        if last is not None and last[:3] == (states, wants, settled):
-            return last.decision
-        key = id(node.rule), states, wants, settled, node.kinds
-        if key not in self.solver.ops:
-            decision = self.op(node, node.rule, states, wants)
-            self.solver.ops[key] = self.settle(node, decision, wants, settled, states)
-        decision = self.solver.ops[key]
-        self.last[node] = _Decided(states, wants, settled, decision)
-        return decision
+        else:
+            decision = self.flow(node, states, wants, reviewed, phase)
+        return settled(
+            node, decision, states, self.result_avals(node), wants, now, axes
+        )
 
     def op(
         self,
@@ -282,42 +287,10 @@ class _Body:
         axes = range(len(self.solver.axes.names))
         return all((value, axis) not in reviewed.settled for axis in axes)
 
-    def settled(self, value: int, reviewed: Reviewed) -> tuple[bool, ...]:
+    def is_settled(self, value: int, reviewed: Reviewed) -> tuple[bool, ...]:
         """Per mesh axis, whether `value` is to be reduced where it is made."""
         axes = range(len(self.solver.axes.names))
         return tuple((value, axis) in reviewed.settled for axis in axes)
-
-    def settle(
-        self,
-        node: Node,
-        decision: Decision,
-        wants: Sequence[Wants],
-        settled: Sequence[Sequence[bool]],
-        states: Sequence[Sharding],
-    ) -> Decision:
-        """Reduces results where they are made, unless they are to stay unreduced."""
-        axes, avals = self.solver.axes, self.result_avals(node)
-        out = [
-            _settle(*result, axes)
-            for result in zip(decision.made, avals, wants, settled, strict=True)
-        ]
-        if node.kind == "op":
-            out = split_again(
-                node.rule, decision.operands, states, out, avals, wants, axes
-            )
-        return replace(decision, settled=tuple(out))
-
-
-def _settle(
-    made: Sharding, aval: Any, wants: Wants, settled: Sequence[bool], axes: Axes
-) -> Sharding:
-    kept = [
-        s == Unreduced("sum") and not now for s, now in zip(made, settled, strict=True)
-    ]
-    if all(k or not isinstance(s, Unreduced) for k, s in zip(kept, made, strict=True)):
-        return made
-    done = reduced(made, wants, aval, axes)
-    return tuple(m if k else d for k, m, d in zip(kept, made, done, strict=True))
 
 
 def propagate(

@@ -14,7 +14,7 @@ from shardfn._program import Node, Program
 from shardfn._reshard import can_split
 from shardfn._rule import OpShardingRule
 from shardfn._sharding import Axes, Sharding, Split, Unreduced, flat_start
-from shardfn._want import Wants
+from shardfn._want import Wants, union
 
 Place = tuple[int, int]
 """A value and a mesh axis."""
@@ -32,6 +32,28 @@ class Reviewed:
     wants: dict[int, Wants]
     settled: frozenset[Place]
 
+    def news(self, before: "Reviewed") -> set[int]:
+        """The values of which it says something else than a pass before it."""
+        values = {value for value, _ in self.settled ^ before.settled}
+        values.update(before.wants.keys() - self.wants.keys())
+        was = before.wants.get
+        values.update(v for v, wants in self.wants.items() if was(v) != wants)
+        return values
+
+
+@dataclass(slots=True)
+class Memo:
+    """What equal equations share in every backward pass over one step.
+
+    Attributes:
+      passed: what an op wants of its operands, by its decision and by what is wanted of
+        its results. Equal equations share a decision, which the solver keeps alive.
+      joined: what two consumers want together.
+    """
+
+    passed: dict[tuple[Any, ...], tuple[Wants, ...]] = field(default_factory=dict)
+    joined: dict[tuple[Wants, Wants], Wants] = field(default_factory=dict)
+
 
 def review(
     program: Program,
@@ -41,17 +63,16 @@ def review(
     out_wants: Sequence[Wants],
     keep: Sequence[bool],
     axes: Axes,
+    memo: Memo,
 ) -> Reviewed:
     """Goes through the program backwards, from what is wanted of its outputs."""
-    pass_ = _Pass(program, env, axes)
+    pass_ = _Pass(program, env, axes, memo)
     for j, atom in enumerate(program.outputs):
         if isinstance(atom, int):
             pass_.output(atom, required[j], out_wants[j], keep[j])
     for node, decision in zip(
         reversed(program.nodes), reversed(decisions), strict=True
     ):
-        for value in node.outputs:
-            pass_.born(value)
         pass_.node(node, decision)
     return Reviewed(pass_.wants, frozenset(pass_.settled))
 
@@ -60,28 +81,44 @@ def review(
 class _Pass:
     """State of one backward pass.
 
-    `late` holds, per unreduced value, the bytes to move if it is left to its consumers
-    (an all-reduce moves twice what a reduce-scatter does), `blocked` the values of
-    which some consumer needs the sum, `merges` those that a consumer adds to another
-    unreduced value. Equal wants are one object: there are many values.
+    `sums` holds the values that are unreduced along some axis. `late` holds, for each
+    of them, the bytes to move if it is left to its consumers (an all-reduce moves twice
+    what a reduce-scatter does), `blocked` those of which some consumer needs the sum,
+    `merges` those that a consumer adds to another unreduced value.
     """
 
     program: Program
     env: dict[int, Sharding]
     axes: Axes
+    memo: Memo
     wants: dict[int, Wants] = field(default_factory=dict)
-    known: dict[Wants, Wants] = field(default_factory=dict)
+    sums: set[int] = field(init=False)
     settled: set[Place] = field(default_factory=set)
     late: dict[Place, float] = field(default_factory=dict)
     cost: dict[Place, float] = field(default_factory=dict)
     blocked: set[Place] = field(default_factory=set)
     merges: set[Place] = field(default_factory=set)
 
-    def add(self, value: int, axis: int, want: Split | None) -> None:
-        old = self.wants.get(value, (frozenset(),) * len(self.axes.names))
-        if want not in old[axis]:
-            new = (*old[:axis], old[axis] | {want}, *old[axis + 1 :])
-            self.wants[value] = self.known.setdefault(new, new)
+    def __post_init__(self) -> None:
+        self.sums = {
+            value
+            for value, sharding in self.env.items()
+            if any(isinstance(s, Unreduced) for s in sharding)
+        }
+
+    def add(self, value: int, wants: Wants) -> None:
+        """Notes what one more consumer of `value` wants."""
+        old = self.wants.get(value)
+        if old is None:
+            if any(wants):
+                self.wants[value] = wants
+        elif old is not wants:
+            pair = old, wants
+            joined = self.memo.joined.get(pair)
+            if joined is None:
+                joined = tuple(a | b for a, b in zip(*pair, strict=True))
+                self.memo.joined[pair] = joined
+            self.wants[value] = joined
 
     def unreduced(self, value: int, axis: int) -> bool:
         return isinstance(self.env[value][axis], Unreduced)
@@ -89,11 +126,13 @@ class _Pass:
     def output(
         self, value: int, fixed: Sharding | None, wants: Wants, keep: bool
     ) -> None:
-        for axis in range(len(self.axes.names)):
-            state = fixed[axis] if fixed is not None else None
-            opinions = {state} if isinstance(state, Split) else wants[axis]
-            for want in opinions:
-                self.add(value, axis, want)
+        states = fixed if fixed is not None else self.axes.replicated
+        given = (
+            frozenset({s}) if isinstance(s, Split) else opinions
+            for s, opinions in zip(states, wants, strict=True)
+        )
+        self.add(value, tuple(given))
+        for axis, state in enumerate(states):
             if not self.unreduced(value, axis):
                 continue
             may_stay = keep and (fixed is None or isinstance(state, Unreduced))
@@ -125,16 +164,15 @@ class _Pass:
                 self.merges.discard(place)
 
     def node(self, node: Node, decision: Decision) -> None:
-        for axis in range(len(self.axes.names)):
-            self.terms(node, decision, axis)
-            if node.kind != "op":
-                self.flow(node, decision, axis)
-            elif node.rule is not None:
-                self.op(node, decision, node.rule, axis)
-            else:
-                for atom in node.inputs:
-                    if isinstance(atom, int):
-                        self.add(atom, axis, None)
+        for value in node.outputs:
+            if value in self.sums:
+                self.born(value)
+        if any(isinstance(a, int) and a in self.sums for a in node.inputs):
+            for axis in range(len(self.axes.names)):
+                self.terms(node, decision, axis)
+        for atom, wants in zip(node.inputs, self.passed(node, decision), strict=True):
+            if isinstance(atom, int):
+                self.add(atom, wants)
 
     def terms(self, node: Node, decision: Decision, axis: int) -> None:
         """Notes what it costs to leave unreduced operands to this node."""
@@ -155,47 +193,58 @@ class _Pass:
             if merging:
                 self.merges.add(place)
 
-    def flow(self, node: Node, decision: Decision, axis: int) -> None:
-        for i, atom in enumerate(node.inputs):
-            state = decision.operands[i][axis]
-            if not isinstance(atom, int) or isinstance(state, Unreduced):
-                continue
-            for want in decision.wants[i][axis]:
-                self.add(atom, axis, want)
-            if isinstance(state, Split):
-                self.add(atom, axis, state)
+    def passed(self, node: Node, decision: Decision) -> tuple[Wants, ...]:
+        """What a node wants of its operands, after what is wanted of its results."""
+        if node.kind != "op":
+            return tuple(map(_flow, decision.wants, decision.operands))
+        if node.rule is None:
+            return ((frozenset({None}),) * len(self.axes.names),) * len(node.inputs)
+        results = tuple(map(self.wants.get, node.outputs))
+        key = id(decision), results
+        known = self.memo.passed.get(key)
+        if known is None:
+            sizes = [elements(v.aval) for v in node.eqn.invars]
+            known = _op(node.rule, decision, sizes, results, self.axes)
+            self.memo.passed[key] = known
+        return known
 
-    def op(
-        self, node: Node, decision: Decision, rule: OpShardingRule, axis: int
-    ) -> None:
-        chosen = any(a == axis for _, a in decision.parts)
-        filled = filled_factors(rule, decision.parts, self.axes)
-        for i, atom in enumerate(node.inputs):
-            if not isinstance(atom, int) or not elements(self.program.avals[atom]):
-                continue
-            state = decision.operands[i][axis]
-            if isinstance(state, Split):
-                self.add(atom, axis, state)
-            elif chosen and state is None:
-                self.add(atom, axis, None)
-            elif not chosen:
-                self.passed_back(node, rule, i, atom, axis, filled)
 
-    def passed_back(
-        self,
-        node: Node,
-        rule: OpShardingRule,
-        i: int,
-        atom: int,
-        axis: int,
-        filled: frozenset[str],
-    ) -> None:
-        """What consumers of the results want, in terms of operand `i`."""
-        for dims, result in zip(rule.results, node.outputs, strict=True):
-            sets = self.wants.get(result)
-            for want in sets[axis] if sets else ():
-                through = _through(rule, dims, rule.operands[i], want, filled)
-                self.add(atom, axis, through)
+def _flow(wants: Wants, needed: Sharding) -> Wants:
+    """What control flow wants of one operand."""
+    open_to = (
+        frozenset() if isinstance(s, Unreduced) else opinions
+        for opinions, s in zip(wants, needed, strict=True)
+    )
+    return union(tuple(open_to), needed)
+
+
+def _op(
+    rule: OpShardingRule,
+    decision: Decision,
+    sizes: Sequence[int],
+    results: Sequence[Wants | None],
+    axes: Axes,
+) -> tuple[Wants, ...]:
+    """What an op wants of its operands, of these numbers of elements."""
+    filled = filled_factors(rule, decision.parts, axes)
+    chosen = {axis for _, axis in decision.parts}
+
+    def wanted(i: int, axis: int) -> frozenset[Split | None]:
+        state = decision.operands[i][axis]
+        if not sizes[i]:
+            return frozenset()
+        if isinstance(state, Split):
+            return frozenset({state})
+        if axis in chosen:
+            return frozenset({None} if state is None else ())
+        return frozenset(
+            _through(rule, dims, rule.operands[i], want, filled)
+            for dims, wants in zip(rule.results, results, strict=True)
+            for want in (wants[axis] if wants else ())
+        )
+
+    each = range(len(axes.names))
+    return tuple(tuple(wanted(i, a) for a in each) for i in range(len(sizes)))
 
 
 def _through(

@@ -16,6 +16,7 @@ from jax import lax
 
 from shardfn import _compat
 from shardfn._control import Control
+from shardfn._looks import looks_of
 from shardfn._plan import Apply, BodyPlan, Reshard
 from shardfn._program import Atom, Node, Program, live
 from shardfn._rule import rule_of
@@ -204,8 +205,17 @@ class _Rewrite:
             value = len(self.avals)
             self.avals.append(eqn.outvars[0].aval)
             self.leaves.append(self.program.leaf(node.outputs[0]))
-        made = Node(eqn, tuple(inputs), (value,), node.backward, rule=rule_of(eqn))
-        self.nodes.append(made)
+        looks, _ = looks_of(eqn, inputs)
+        self.nodes.append(
+            Node(
+                eqn=eqn,
+                inputs=tuple(inputs),
+                outputs=(value,),
+                backward=node.backward,
+                rule=rule_of(eqn),
+                looks=looks,
+            )
+        )
         return value
 
     def aval(self, atom: Atom) -> Any:

@@ -35,6 +35,7 @@ ORDER = """
     _per_device
     _trace
     _counting
+    _looks
     _program
     _phase
     _leaves
@@ -53,6 +54,7 @@ ORDER = """
     _control_flow
     _review
     _split_again
+    _settle
     _steps
     _propagate
     _auto_plan
@@ -62,6 +64,7 @@ ORDER = """
     _schedule._bucket
     _schedule._hoist _schedule._keep _schedule._prefetch _schedule._share
     _schedule
+    _fingerprint
     _describe
     _collectives
     _barrier

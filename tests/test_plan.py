@@ -14,6 +14,7 @@ from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec as P
 
 import shardfn
+from shardfn import _propagate
 from shardfn._plan_table import size_text
 
 STATE = {"w1": (16, 32), "b1": (32,), "w2": (32, 8)}
@@ -236,6 +237,52 @@ def test_abstract_and_real_arguments_have_one_plan() -> None:
     expected = step.plan(abstract(STATE), abstract(BATCH))
     assert step.plan(state, batch) == expected
     assert step.plan(step.shard(state), batch) == expected
+
+
+def test_bodies_are_part_of_the_program() -> None:
+    def looping(by: float):
+        return lambda w, x: (lax.scan(lambda w, x: (w * by + x, ()), w, x)[0], ())
+
+    plans = {plan_of(looping(by), (16, 16), (8, 16, 16)) for by in (2.0, 2.0, 3.0)}
+    assert len(plans) == 2
+
+
+def test_equal_layers_are_decided_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So planning twice as many takes no more decisions, and visits each twice."""
+    asked, decided = 0, 0
+    decide, op = _propagate._Body.decide, _propagate._Body.op
+
+    def counting_decide(*args):
+        nonlocal asked
+        asked += 1
+        return decide(*args)
+
+    def counting_op(*args):
+        nonlocal decided
+        decided += 1
+        return op(*args)
+
+    monkeypatch.setattr(_propagate._Body, "decide", counting_decide)
+    monkeypatch.setattr(_propagate._Body, "op", counting_op)
+
+    def step(layers, x):
+        def loss_fn(layers):
+            y = x
+            for w in layers:
+                y = jnp.tanh(y @ w)
+            return y.sum()
+
+        grads = jax.grad(loss_fn)(layers)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, layers, grads), ()
+
+    counts = []
+    for layers in (4, 8, 16):
+        asked = decided = 0
+        plan_of(step, [(16, 16)] * layers, (16, 16))
+        counts.append((asked, decided))
+    (_, few), (middle, same), (many, again) = counts
+    assert few == same == again
+    assert many < 2.1 * middle
 
 
 # Primitives without a rule
