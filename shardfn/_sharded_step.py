@@ -23,7 +23,8 @@ from shardfn._errors import (
     names_step,
     step_name,
 )
-from shardfn._padding import remember, to_stored
+from shardfn._init import make_leaves
+from shardfn._padding import remember
 from shardfn._plain_step import PlainStep
 from shardfn._plan import Plan
 from shardfn._planner import Planned, describe
@@ -197,6 +198,10 @@ class ShardedStep:
     def init(self, init_fn: Callable[..., Any], *args: Any) -> Any:
         """Makes the state, sharded from birth, with the values of `init_fn(*args)`.
 
+        A device holds its shards and, while a leaf is made that cannot be made in
+        parts, such as an orthogonal matrix, that leaf. Where one program for all leaves
+        would hold more, several make some leaves each, one after the other.
+
         Args:
           init_fn: pure function that returns the whole state. Splits over other mesh
             axes that it names, by `with_sharding_constraint` or as `out_shardings` of a
@@ -206,20 +211,11 @@ class ShardedStep:
         Returns:
           The state, each leaf split as `shardings` says.
         """
-        made = made_by(init_fn, args, self.storage.auto_sizes)
-        leaves, treedef = self.storage.leaves((made,))
-        each = self.storage.each(leaves)
-
-        def stored(*args: Any) -> list[jax.Array]:
-            made = jax.tree.leaves(init_fn(*args))
-            return [
-                to_stored(jax.numpy.asarray(x), s, self.storage.axes)
-                for x, (_, s) in zip(made, each, strict=True)
-            ]
-
-        named = [self.storage.named(leaf, s) for leaf, s in each]
-        out = jax.jit(stored, out_shardings=named)(*args)
-        self.storage.remember(out, leaves, treedef)
+        storage = self.storage
+        made = made_by(init_fn, args, storage.auto_sizes)
+        leaves, treedef = storage.leaves((made,))
+        out = make_leaves(*storage.stored_init(init_fn, leaves), args)
+        storage.remember(out, leaves, treedef)
         return jax.tree.unflatten(treedef, out)[0]
 
     @names_step

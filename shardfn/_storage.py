@@ -4,7 +4,7 @@ In: pytrees as users hold them. Out: leaves on logical shapes, and arrays as sto
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -163,6 +163,27 @@ class Storage:
             leaf.aval.dtype,
             weak_type=leaf.aval.weak_type,
             sharding=self.named(leaf, sharding),
+        )
+
+    def stored_init(
+        self, init_fn: Callable[..., Any], leaves: Sequence[Leaf]
+    ) -> tuple[Callable[..., list[jax.Array]], list[NamedSharding], list[int]]:
+        """A function that makes a state's leaves as they are stored, their shardings,
+        and the bytes of each leaf when it is whole."""
+        each = self.each(leaves)
+
+        def make(*args: Any) -> list[jax.Array]:
+            made = jax.tree.leaves(init_fn(*args))
+            return [
+                to_stored(jnp.asarray(x), s, self.axes)
+                for x, (_, s) in zip(made, each, strict=True)
+            ]
+
+        named = [self.named(leaf, s) for leaf, s in each]
+        return (
+            make,
+            named,
+            [leaf.aval.size * leaf.aval.dtype.itemsize for leaf in leaves],
         )
 
     def place(

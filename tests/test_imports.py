@@ -82,6 +82,7 @@ ORDER = """
     _report
     _compile_for
     _page
+    _init
     _sharded_step
     _local_step
     _fully_shard
