@@ -195,6 +195,47 @@ def test_gathers_in_a_narrower_dtype() -> None:
         np.testing.assert_allclose(w - np.array(b), r - np.array(a), atol=1e-6)
 
 
+def once(w, loss_fn):
+    return jax.value_and_grad(loss_fn)(w), jnp.sort(w, axis=0)
+
+
+def by_layer(w, loss_fn):
+    """The update goes through the layers, as the forward pass does."""
+
+    def scanned(w):
+        return lax.scan(lambda h, layer: (h + loss_fn(layer), None), 0.0, w)[0]
+
+    made = jax.value_and_grad(scanned)(w)
+    return made, lax.map(lambda layer: jnp.sort(layer, axis=0), w)
+
+
+@pytest.mark.parametrize(
+    "run, shape, options",
+    [
+        (once, (64, 64), {}),
+        (by_layer, (3, 64, 64), {"reshard_after_forward": False}),
+    ],
+)
+def test_the_update_reads_what_is_stored(run, shape, options) -> None:
+    """The forward pass gathers the weight rounded, the update whole and exact."""
+
+    def step(w, x):
+        (loss, dw), order = run(w, lambda w: ((x @ w) ** 2).mean())
+        return w - dw, {"loss": loss, "order": order + 0 * dw.mean()}
+
+    sharded = shardfn.fully_shard(
+        step, cpu_mesh(4), min_size=8, gather_dtype="bfloat16", **options
+    )
+    rng = np.random.default_rng(0)
+    w = rng.standard_normal(shape).astype(np.float32)
+    x = rng.standard_normal((8, 64)).astype(np.float32)
+    plan = sharded.plan(w, x)
+    gathered = [(c.phase, c.dtype) for c in plan.collectives if c.op == "all_gather"]
+    assert ("forward", "bfloat16") in gathered and ("update", "float32") in gathered
+    order = sharded(w, x)[1]["order"]
+    np.testing.assert_array_equal(order, np.sort(w, axis=-2))
+
+
 def test_what_is_gathered_in_a_narrow_dtype_is_left_alone() -> None:
     plans = [
         shard_fn(

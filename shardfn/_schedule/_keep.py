@@ -21,6 +21,9 @@ from shardfn._sharding import Sharding
 Place = tuple[int, ...]
 """Indices of the steps that hold a step, and of the step itself."""
 
+_Key = tuple[Origin, tuple[Sharding, ...], str]
+"""What is gathered, how, and in which dtype."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Gather:
@@ -28,7 +31,7 @@ class _Gather:
 
     place: Place
     move: Reshard
-    key: tuple[Origin, tuple[Sharding, ...]]
+    key: _Key
 
 
 def keep(program: Program, body: BodyPlan, control: Control) -> BodyPlan:
@@ -42,7 +45,7 @@ def keep(program: Program, body: BodyPlan, control: Control) -> BodyPlan:
     Returns:
       The plan. Gathers of one body are left to `share`.
     """
-    first: dict[tuple[Origin, tuple[Sharding, ...]], _Gather] = {}
+    first: dict[_Key, _Gather] = {}
     kept: list[tuple[_Gather, _Gather]] = []
     for found in _gathers(Frame(program), body, control):
         if found.move.phase == FORWARD:
@@ -71,7 +74,7 @@ def _gathers(
                 continue
             origin = frame.origin(step.source.value)
             if depth_of(origin) == loops:
-                yield _Gather(at, step, (origin, step.path))
+                yield _Gather(at, step, (origin, step.path, step.dtype))
             continue
         node = frame.program.nodes[step.node]
         if node.kind in ("scan", "remat"):

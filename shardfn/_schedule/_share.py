@@ -37,6 +37,10 @@ def share(program: Program, body: BodyPlan, control: Control, unit: bool) -> Bod
     )
 
 
+_Move = tuple[Ref, Sharding, str]
+"""What is moved, where to, and in which dtype: a narrower one rounds the value."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Made:
     """What a move made, in which phase, and the bytes that had been gathered when it
@@ -64,8 +68,8 @@ class _Sharing:
     unit: bool
     steps: list[Step] = field(default_factory=list)
     names: dict[Ref, Ref] = field(default_factory=dict)
-    made: dict[tuple[Ref, Sharding], _Made] = field(default_factory=dict)
-    uses: dict[Ref, tuple[Ref, Sharding]] = field(default_factory=dict)
+    made: dict[_Move, _Made] = field(default_factory=dict)
+    uses: dict[Ref, _Move] = field(default_factory=dict)
     gathered: int = 0
     tokens: list[Ref] = field(default_factory=list)
     fence: int = 0
@@ -96,7 +100,7 @@ class _Sharing:
         renamed = reading(step, self.name)
         assert isinstance(renamed, Reshard)
         step = renamed
-        key = step.source, step.path[-1]
+        key = step.source, step.path[-1], step.dtype
         if key in self.made:
             made = self.made[key]
             if self.shares(step, made):
