@@ -7,7 +7,7 @@ import contextlib
 import functools
 import importlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -363,6 +363,12 @@ def compiler_settings() -> list[str]:
         for name, default in zip(names, defaults, strict=True)
         if jax.config.values.get(f"jax_{name}", default) != default
     ]
+
+
+def configuration() -> Hashable:
+    """The settings of JAX that a trace depends on, as `jax.jit` keys its traces by."""
+    with at_top_level():
+        return _config.trace_context()
 
 
 def distributed_client() -> Any:

@@ -53,7 +53,7 @@ class PlainStep:
       state_argnums: positions of the state arguments.
       batch_spec: prefix pytree of PartitionSpecs of the batch, or None.
       control: what is asked of the moves of state leaves.
-      plans: planned steps by structure and shapes.
+      plans: planned steps by structure, shapes and configuration of JAX.
     """
 
     step: Step
@@ -103,7 +103,8 @@ class PlainStep:
         return batch_shardings(batch, leaves, self.batch_spec, axes, is_local)
 
     def planned(self, state: Side, batch: Side, axes: Axes) -> Planned:
-        """The planned step for these arguments; traced once per shapes and structure.
+        """The planned step for these arguments; traced once per shapes and structure,
+        and per configuration of JAX, such as `jax.default_matmul_precision`.
 
         Args:
           state: the state arguments, on logical global shapes.
@@ -113,7 +114,7 @@ class PlainStep:
         Returns:
           The planned step.
         """
-        key = state.key, batch.key, axes
+        key = state.key, batch.key, axes, _compat.configuration()
         if key not in self.plans:
             traced = trace(
                 self.call,

@@ -206,6 +206,9 @@ def test_the_step_is_traced_once_per_shapes() -> None:
     run(state, np.tile(X, (2, 1)))
     run(new, X)
     assert traces == [(8, 16), (16, 16)]
+    with jax.default_matmul_precision("highest"):
+        assert "HIGHEST" in run.lower(state, X).as_text()
+    assert traces == [(8, 16), (16, 16), (8, 16)], "and per configuration of JAX"
 
 
 def test_the_compiled_step_is_reused(shared) -> None:
