@@ -69,7 +69,6 @@ class Program:
       constants: values that are arrays captured by the traced function.
       nodes: equations in order.
       outputs: what the program returns.
-      zeros: values known to be zero everywhere.
       leaves: per value, the path of the state leaf that it belongs to, or ""; empty if
         values have no names. See `_leaves`.
     """
@@ -79,7 +78,6 @@ class Program:
     constants: tuple[tuple[int, Any], ...]
     nodes: tuple[Node, ...]
     outputs: tuple[Atom, ...]
-    zeros: frozenset[int]
     leaves: tuple[str, ...] = ()
 
     def leaf(self, value: int) -> str:
@@ -155,7 +153,6 @@ class _Values:
             constants=constants,
             nodes=nodes,
             outputs=outputs,
-            zeros=frozenset(self.zeros),
         )
 
     def new(self, aval: Any) -> int:

@@ -3,6 +3,7 @@ or elsewhere, and results equal to the last bit.
 """
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +46,7 @@ def planned(function, *arguments) -> tuple[Program, BodyPlan]:
 def hoisted(program: Program, plan: BodyPlan) -> tuple[list[Reshard], Apply]:
     """What `hoist` puts in front of the only loop, and the loop."""
     (loop,) = [s for s in plan.steps if isinstance(s, Apply) and s.bodies]
-    *moves, after = hoist(program, loop, Control())
+    *moves, after = hoist(program, loop, Control(), itertools.count(9))
     assert all(isinstance(m, Reshard) for m in moves)
     assert isinstance(after, Apply) and after.node == loop.node
     return moves, after
@@ -129,7 +130,7 @@ def test_a_branch_is_left_alone() -> None:
 
     program, plan = planned(step, ((16, 16), STORED), ((8, 16), ROWS))
     (branch,) = [s for s in plan.steps if isinstance(s, Apply) and s.bodies]
-    assert hoist(program, branch, Control()) == [branch]
+    assert hoist(program, branch, Control(), itertools.count()) == [branch]
 
 
 def test_nested_loops_hoist_to_the_top() -> None:

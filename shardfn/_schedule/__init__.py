@@ -4,11 +4,12 @@ In: a program and its plan. Out: the plan, its results unchanged to the last bit
 the user asks for other dtypes on the wire.
 """
 
+import itertools
 from dataclasses import replace
 
 from shardfn._control import Control
 from shardfn._phase import mixes_passes
-from shardfn._plan import Apply, BodyPlan, Step
+from shardfn._plan import Apply, BodyPlan, Reshard, Step
 from shardfn._program import Program
 from shardfn._schedule._bucket import bucket
 from shardfn._schedule._hoist import hoist
@@ -38,6 +39,8 @@ def _schedule(
     program: Program, body: BodyPlan, control: Control, unit: bool
 ) -> BodyPlan:
     steps: list[Step] = []
+    made = (s.result.version for s in body.steps if isinstance(s, Reshard))
+    versions = itertools.count(1 + max(made, default=0))
     for step in choose_dtypes(program, body, control).steps:
         if isinstance(step, Apply) and step.bodies:
             node = program.nodes[step.node]
@@ -52,7 +55,8 @@ def _schedule(
                     node.bodies, step.bodies, strict=True
                 )
             )
-            steps.extend(hoist(program, replace(step, bodies=inner), control))
+            step = replace(step, bodies=inner)
+            steps.extend(hoist(program, step, control, versions))
         else:
             steps.append(step)
     body = replace(body, steps=tuple(steps))

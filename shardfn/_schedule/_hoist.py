@@ -8,7 +8,7 @@ move: the compiler inlines it, and would merge them with equal moves outside.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from shardfn._carry import LOOP_BYTES
@@ -18,8 +18,10 @@ from shardfn._plan import Apply, BodyPlan, Ref, Reshard, Step, reads, without_mo
 from shardfn._program import Program
 
 
-def hoist(program: Program, step: Apply, control: Control) -> list[Step]:
-    """`step` with what moves out of its body in front."""
+def hoist(
+    program: Program, step: Apply, control: Control, versions: Iterator[int]
+) -> list[Step]:
+    """`step` with what moves out of its body in front, as versions of these numbers."""
     node = program.nodes[step.node]
     if node.kind not in ("scan", "while", "custom"):
         return [step]
@@ -45,7 +47,7 @@ def hoist(program: Program, step: Apply, control: Control) -> list[Step]:
         operand = step.operands[first + i]
         if operand is None:
             continue
-        outside = Ref(operand.value, _fresh(step, operand, i))
+        outside = Ref(operand.value, next(versions))
         out.append(replace(move, source=operand, result=outside, after=None))
         plan = _without(plan, move, i)
         step = _with_operand(step, first + i, outside, move)
@@ -72,11 +74,6 @@ def _leaving(
             others.append(move)
     small = sum(math.prod(s.shape) * s.itemsize for s in others) <= LOOP_BYTES
     return [*out, *others] if small else out
-
-
-def _fresh(step: Apply, operand: Ref, i: int) -> int:
-    """A version number that no other step uses: one range per loop and constant."""
-    return 1_000_000 * (step.node + 1) + 1_000 * i + operand.version
 
 
 def _is_only_use(plan: BodyPlan, move: Reshard) -> bool:
