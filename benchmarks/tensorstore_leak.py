@@ -36,9 +36,7 @@ def resident() -> int:
 
 def main() -> None:
     version = importlib.metadata.version("tensorstore")
-    print(
-        f"TensorStore {version}, Python {sys.version.split()[0]}, {os.uname().sysname}"
-    )
+    print(f"TensorStore {version}, Python {sys.version.split()[0]}")
     with tempfile.TemporaryDirectory() as folder:
         files = {"driver": "file", "path": f"{folder}/"}
         metadata = {"shape": [8, 8], "chunks": [8, 8], "dtype": "<f4"}
