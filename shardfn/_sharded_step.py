@@ -219,6 +219,23 @@ class ShardedStep:
         return jax.tree.unflatten(treedef, out)[0]
 
     @names_step
+    def abstract(self, init_fn: Callable[..., Any], *args: Any) -> Any:
+        """What `init` would make, without values: `jax.eval_shape(init_fn, *args)` with
+        the splits over other mesh axes that `init_fn` names.
+
+        Args:
+          init_fn: pure function that returns the whole state.
+          *args: its arguments, arrays or `ShapeDtypeStruct`s.
+
+        Returns:
+          Pytree of `ShapeDtypeStruct`, whole, as `plan`, `lower`, `shardings` and the
+          `restore` of `shardfn.checkpoint` take it.
+        """
+        made = made_by(init_fn, args, self.storage.auto_sizes)
+        leaves, treedef = self.storage.leaves((made,))
+        return jax.tree.unflatten(treedef, self.storage.abstract(leaves))[0]
+
+    @names_step
     def shard(self, state: Any) -> Any:
         """Splits a whole state, which stays usable.
 
