@@ -14,6 +14,8 @@ from shardfn._plan import BodyPlan, Reshard, Step
 from shardfn._program import Program
 from shardfn._sharding import Unreduced
 
+EXTREMES = ("max", "min")
+
 
 def choose_dtypes(program: Program, body: BodyPlan, control: Control) -> BodyPlan:
     """Sets the dtypes of the moves of one body.
@@ -25,7 +27,9 @@ def choose_dtypes(program: Program, body: BodyPlan, control: Control) -> BodyPla
 
     Returns:
       The plan. Parameters are gathered in `gather_dtype` if that is narrower than their
-      own, gradients summed in `reduce_dtype`.
+      own, gradients summed in `reduce_dtype`. Maxima of narrow floats are taken in
+      float32: their bits are compared (see `_collectives`), and GPUs and TPUs compare
+      no integers of 16 bits.
     """
     steps = tuple(
         _chosen(program, step, control) if isinstance(step, Reshard) else step
@@ -43,6 +47,8 @@ def _chosen(program: Program, step: Reshard, control: Control) -> Step:
             dtype = None
     elif sums_gradient(program, step):
         dtype = asked.reduce_dtype
+    elif takes_extreme(step) and step.itemsize < 4:
+        dtype = "float32"
     if dtype is None or not is_floating(step.dtype):
         return step
     return replace(step, dtype=dtype, itemsize=jnp.dtype(dtype).itemsize)
@@ -52,6 +58,11 @@ def sums_gradient(program: Program, step: Reshard) -> bool:
     """Whether a move sums the terms of a parameter's gradient."""
     sums = any(s == Unreduced() for s in step.path[0])
     return sums and step.phase != FORWARD and bool(program.leaf(step.source.value))
+
+
+def takes_extreme(step: Reshard) -> bool:
+    """Whether a move takes the maximum or minimum of terms."""
+    return any(isinstance(s, Unreduced) and s.op in EXTREMES for s in step.path[0])
 
 
 def is_floating(dtype: str) -> bool:

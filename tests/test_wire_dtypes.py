@@ -246,6 +246,25 @@ def test_what_is_gathered_in_a_narrow_dtype_is_left_alone() -> None:
     assert plans[0].collectives == plans[1].collectives == plans[2].collectives
 
 
+def test_maxima_of_narrow_floats_are_taken_in_float32() -> None:
+    """Their bits are compared, and compilers widen integers of 16 bits."""
+    case = shard_fn(
+        lambda w, x: (w, {"max": low(x).max(), "min": low(x).min(0)}),
+        cpu_mesh(4),
+        (16, 8),
+        (8, 16),
+    )
+    lines = case.plan.collectives
+    assert [(c.op, c.dtype) for c in lines] == [("all_reduce", "float32")] * 2
+    assert case.plan.verify(case.compile()).ok
+    x = np.arange(128, dtype=np.float32).reshape(8, 16)
+    x[5, 2] = np.nan
+    made = case.step(np.ones((16, 8), np.float32), x)[1]
+    assert made["max"].dtype == BFLOAT16 and np.isnan(made["max"])
+    expected = np.array(low(jnp.asarray(x)).min(0), np.float32)
+    np.testing.assert_array_equal(np.array(made["min"], np.float32), expected)
+
+
 def test_one_device_rounds_nothing() -> None:
     case = shard_fn(
         descend(product),
