@@ -296,17 +296,19 @@ def beta_types_vary() -> bool:
     return jax.__version_info__ >= (0, 12)
 
 
+def has_types(mesh: Any) -> bool:
+    """Whether a mesh has explicit axes, and so is part of its arrays' types."""
+    return AxisType.Explicit in mesh.axis_types
+
+
 def is_explicit(x: jax.Array) -> bool:
     """Whether the type of `x` names a mesh with explicit axes."""
-    return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
+    return has_types(jax.typeof(x).sharding.mesh)
 
 
 def is_typed(sharding: Any) -> bool:
     """Whether a sharding is one of a mesh with explicit axes, and so part of types."""
-    return (
-        isinstance(sharding, NamedSharding)
-        and AxisType.Explicit in sharding.mesh.axis_types
-    )
+    return isinstance(sharding, NamedSharding) and has_types(sharding.mesh)
 
 
 def untyped_array(x: Any) -> Any:

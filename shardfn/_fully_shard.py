@@ -12,10 +12,11 @@ from shardfn._compiler_options import Asked, check_options
 from shardfn._control import Accumulate, PerLeaf, Reshard, make_control
 from shardfn._errors import ShardingError, call_site
 from shardfn._local_step import LocalStep
+from shardfn._meshes import automatic
 from shardfn._plain_step import PlainStep, Step
 from shardfn._programs import Programs
 from shardfn._sharded_step import VERIFY, ShardedStep
-from shardfn._storage import Storage, automatic, axes_over
+from shardfn._storage import Storage, axes_over
 
 
 class PerLeafOptions(TypedDict, total=False):

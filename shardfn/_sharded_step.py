@@ -94,7 +94,7 @@ class ShardedStep:
         states, batch = self.plain.divide(args)
         stored, state_tree = jax.tree.flatten(states)
         flat_batch, batch_tree = jax.tree.flatten(batch)
-        key = state_tree, batch_tree
+        key = state_tree, batch_tree, self.storage.home
         ready = None if _compat.is_tracing() else self._ready.get(key)
         placed = ready.place(flat_batch) if ready and ready.takes(stored) else None
         if placed is None:
@@ -361,7 +361,7 @@ class ShardedStep:
         if _processes.count() > 1:
             self._check_processes(leaves, treedef, batch)
         if not _compat.is_tracing():
-            self._ready[treedef, batch_tree] = ready
+            self._ready[treedef, batch_tree, storage.home] = ready
         return ready, stored, placed
 
     def _check_processes(

@@ -4,6 +4,7 @@ In: pytrees as users hold them. Out: leaves on logical shapes, and arrays as sto
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import (
-    AxisType,
     Mesh,
     NamedSharding,
     PartitionSpec,
@@ -23,6 +23,7 @@ from shardfn._arguments import Leaf, leaves_of
 from shardfn._auto import AutoSplit, fitting, full_spec
 from shardfn._control import NOTHING_ASKED, Control
 from shardfn._errors import ShardingError, called, step_name
+from shardfn._meshes import automatic, beside, home, is_on, moved, only
 from shardfn._padding import logical_shape, remember, to_stored, to_whole
 from shardfn._partition import partition, with_moments
 from shardfn._sharding import Axes, Sharding, stored_shape
@@ -36,9 +37,8 @@ Kind = tuple[Shapes, tuple[AutoSplit, ...]]
 class Storage:
     """How states are stored on a mesh.
 
-    `mesh` is the caller's mesh, `given`, with all axes automatic. The step is manual
-    over its own axes and XLA's over all others; on an explicit mesh the types of the
-    caller's arrays would have to name both, also under `jax.jit`.
+    `mesh` is the caller's mesh, `given`, with all axes automatic: inside, the step is
+    manual over its own axes and XLA's over all others.
 
     `kinds` remembers the states it has seen, by structure and stored shapes: a padded
     state that went through `jax.tree.map` is still recognised, and so are the automatic
@@ -79,7 +79,16 @@ class Storage:
     def named(self, leaf: Leaf, sharding: Sharding) -> NamedSharding:
         """The sharding that stores a leaf, or feeds one of the batch."""
         auto = fitting(leaf.auto or (), leaf.aval.shape, sharding, self.axes)
-        return NamedSharding(self.mesh, full_spec(sharding, auto, self.axes))
+        spec, mesh = full_spec(sharding, auto, self.axes), self.home
+        if _compat.has_types(mesh):  # types name every dimension
+            rank = len(stored_shape(leaf.aval.shape, sharding, self.axes))
+            spec = PartitionSpec(*spec, *[None] * (rank - len(spec)))
+        return NamedSharding(mesh, spec)
+
+    @property
+    def home(self) -> Mesh:
+        """The mesh that arrays are placed on now; see `_meshes.home`."""
+        return home(self.mesh, self.given)
 
     def partition(self, leaves: Sequence[Leaf]) -> tuple[Sharding, ...]:
         """The stored sharding of every leaf."""
@@ -150,7 +159,7 @@ class Storage:
     def is_told(self, arrays: Sequence[Any]) -> bool:
         """Whether the arrays themselves say what the shapes of their leaves are."""
         meshes = self.mesh, self.given
-        placed = (any(_is_on(m, x) for m in meshes) for x in arrays if jnp.ndim(x))
+        placed = (any(is_on(m, x) for m in meshes) for x in arrays if jnp.ndim(x))
         return not all(placed) or any(logical_shape(x) is not None for x in arrays)
 
     def each(self, leaves: Sequence[Leaf]) -> list[tuple[Leaf, Sharding]]:
@@ -217,14 +226,13 @@ class Storage:
         is_placed = isinstance(x, jax.Array) and not is_traced and x.sharding == named
         if is_placed and x.shape == self.stored_aval(leaf, sharding).shape:
             return x
-        if jnp.shape(x) == leaf.aval.shape:
-            x = to_stored(jnp.asarray(x), sharding, self.axes)
-        if is_traced:
-            return x
-        if isinstance(x, jax.Array):
-            x = jnp.copy(
-                x
-            )  # donating the placed leaf must not take the caller's buffer
+        with beside(x):
+            if jnp.shape(x) == leaf.aval.shape:
+                x = to_stored(jnp.asarray(x), sharding, self.axes)
+            if is_traced:
+                return x
+            # Donating the placed leaf must not take the caller's buffer.
+            x = jnp.copy(x) if isinstance(x, jax.Array) else x
         return jax.device_put(x, named)
 
     def to_remember(
@@ -263,14 +271,16 @@ class Storage:
         """Stored states with every leaf whole on a device of one process, None on
         others. Leaf by leaf, every device holds one whole leaf for a moment."""
         leaves, treedef = self.leaves(states)
-        everywhere = jax.jit(
-            lambda x: x, out_shardings=NamedSharding(self.mesh, PartitionSpec())
+        everywhere = functools.cache(
+            lambda mesh: jax.jit(
+                lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec())
+            )
         )
         arrays = []
         for x, (leaf, sharding) in zip(
             jax.tree.leaves(states), self.each(leaves), strict=True
         ):
-            own = everywhere(x).addressable_data(0)
+            own = everywhere(x.sharding.mesh)(x).addressable_data(0)
             if _processes.index() == process:
                 arrays.append(to_whole(own, leaf.aval.shape, sharding))
         return jax.tree.unflatten(treedef, arrays) if arrays else None
@@ -286,11 +296,10 @@ class Storage:
                 "save it with shardfn.checkpoint, which puts nothing together."
             )
         device = SingleDeviceSharding(self.mesh.devices.flat[0])
-        one = Mesh(self.mesh.devices.flat[:1], ("_",), axis_types=(AxisType.Auto,))
         traced = any(map(_compat.is_traced, jax.tree.leaves(states)))
-        with contextlib.nullcontext() if traced else jax.set_mesh(one):
+        with contextlib.nullcontext() if traced else jax.set_mesh(only(device)):
             arrays = [
-                to_whole(_moved(x, device), leaf.aval.shape, sharding)
+                to_whole(moved(x, device), leaf.aval.shape, sharding)
                 for x, (leaf, sharding) in zip(
                     jax.tree.leaves(states), self.each(leaves), strict=True
                 )
@@ -326,26 +335,6 @@ def _placed(states: Any) -> list[jax.Array]:
     """The leaves that are arrays with values."""
     leaves = jax.tree.leaves(states)
     return [x for x in leaves if isinstance(x, _compat.CONCRETE_ARRAYS)]
-
-
-def automatic(mesh: Mesh) -> Mesh:
-    """The same devices and axes, every axis left to the compiler."""
-    types = (AxisType.Auto,) * len(mesh.axis_names)
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
-
-
-def _is_on(mesh: Mesh, x: Any) -> bool:
-    """Whether `x` is a tracer or an array that is placed on the mesh."""
-    if isinstance(x, jax.Array) and not _compat.is_traced(x):
-        return getattr(x.sharding, "mesh", None) == mesh
-    return _compat.is_traced(x)
-
-
-def _moved(x: Any, device: SingleDeviceSharding) -> Any:
-    """`x` on one device, in a buffer of its own: that of `x` may be donated."""
-    moved = jax.device_put(x, device)
-    is_traced = _compat.is_traced(x)
-    return jnp.copy(moved) if not is_traced and x.is_fully_replicated else moved
 
 
 def _split_as_known(

@@ -31,6 +31,7 @@ ORDER = """
     _padding
     _arguments
     _partition
+    _meshes
     _storage
     _per_device
     _trace

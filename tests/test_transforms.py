@@ -68,6 +68,45 @@ def assert_step(run, out: Any, expected: Any) -> None:
     assert_close((run.unshard(state), metrics), expected)
 
 
+# Meshes that are set
+
+
+@pytest.mark.parametrize("kind", ["explicit", "auto"])
+def test_a_state_made_inside_set_mesh_is_on_that_mesh(kind: str) -> None:
+    """So eager operations take it there, and so do gradients through the step."""
+    mesh = mesh_of(kind)
+    ours = sharded(mesh=mesh)
+    with jax.set_mesh(mesh):
+        for state in (ours.shard(STATE), ours.init(lambda: STATE)):
+            assert all(x.sharding.mesh == mesh for x in jax.tree.leaves(state))
+        three = jax.device_put(jnp.float32(3), NamedSharding(mesh, P()))
+        twice = jax.tree.map(lambda x: x + x, state | {"w": state["w"] * three})
+        assert_close(jnp.sum(twice["mean"]), jnp.sum(2 * STATE["mean"]))
+        new, metrics = ours(twice, X)
+        assert next(reversed(ours._ready.values())).takes(jax.tree.leaves(new))
+        got = jax.grad(lambda w: ours(state | {"w": w}, X)[1]["loss"])(state["w"])
+        whole = ours.unshard(new)
+        assert_close(ours.unshard(ours.shard(whole)), whole)
+    doubled = jax.tree.map(lambda x: x + x, STATE | {"w": STATE["w"] * 3})
+    assert_close((whole, metrics), jax.jit(step)(doubled, X))
+    expected = jax.grad(lambda w: step(STATE | {"w": w}, X)[1]["loss"])(STATE["w"])
+    assert_close(np.asarray(got)[:60].reshape(12, 5), expected)
+
+
+def test_states_go_in_and_out_of_set_mesh(run, stored) -> None:
+    """Calls outside and inside take the short way each, on the mesh of their own."""
+    expected, _ = lax.scan(step, STATE, np.stack([X] * 3))
+    with jax.set_mesh(run.mesh):
+        state, _ = run(stored, X)
+        assert state["w"].sharding.mesh == run.mesh
+    state, _ = run(state, X)
+    assert state["w"].sharding.mesh != run.mesh
+    with jax.set_mesh(run.mesh):
+        state, _ = run(state, X)
+        jax.tree.map(jnp.sum, state)
+    assert_close(run.unshard(state), expected)
+
+
 # jit, loops, vmap
 
 
@@ -237,11 +276,10 @@ ELSEWHERE = """
 import sys
 import jax, numpy as np
 from jax import export
-from jax.sharding import AxisType
 jax.config.update("jax_num_cpu_devices", 8)
 step = export.deserialize(bytearray(open(sys.argv[1], "rb").read()))
 given = np.load(sys.argv[2])
-mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+mesh = jax.make_mesh((8,), ("data",))
 args = [given[str(i)] for i in range(len(given))]
 args = jax.tree.map(jax.device_put, args, list(step.in_shardings_jax(mesh)))
 args, kwargs = jax.tree.unflatten(step.in_tree, args)
@@ -252,11 +290,12 @@ assert "shardfn" not in sys.modules
 
 
 def test_export_to_another_process(tmp_path) -> None:
-    """Where the package need not be installed."""
-    run = sharded(mesh=mesh_of("auto"))
-    stored = run.shard(STATE)
-    placed = jax.device_put(X, NamedSharding(run.mesh, P("data")))
-    exported = jax.export.export(jax.jit(run))(stored, placed)
+    """Where the package need not be installed, on a mesh with explicit axes."""
+    run = sharded()
+    with jax.set_mesh(run.mesh):
+        stored = run.shard(STATE)
+        placed = jax.device_put(X, NamedSharding(run.mesh, P("data")))
+        exported = jax.export.export(jax.jit(run))(stored, placed)
     program, arrays = tmp_path / "step.bin", tmp_path / "arrays.npz"
     program.write_bytes(exported.serialize())
     leaves = jax.tree.leaves((stored, X))
