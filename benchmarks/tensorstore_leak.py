@@ -6,7 +6,6 @@ call, and how often a result is referred to by nobody that there is.
 
 import gc
 import importlib.metadata
-import os
 import resource
 import sys
 import tempfile

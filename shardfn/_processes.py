@@ -18,6 +18,7 @@ WAIT_SECONDS = 600
 """How long one process waits for another to plan the step that it plans itself."""
 
 _compared = itertools.count()
+_met = itertools.count()
 
 
 def index() -> int:
@@ -78,6 +79,30 @@ def assert_same(what: str, text: str) -> None:
             "Every process has to run the same step on the same shapes: look for what "
             "depends on the process, such as its number, its files or its versions."
         )
+
+
+def meet(done: str) -> None:
+    """Waits for all processes, all of which have to call it. Some collectives wait for
+    30 seconds only, and one process may compile for longer than another.
+
+    Args:
+      done: what this process has done, for the message.
+
+    Raises:
+      ShardingError: not all have come in `WAIT_SECONDS`.
+    """
+    client = _compat.distributed_client()
+    if count() == 1 or client is None:
+        return
+    try:
+        client.wait_at_barrier(f"shardfn/met/{next(_met)}", WAIT_SECONDS * 1000)
+    except Exception as error:
+        raise ShardingError(
+            f"process {index()} has {done}, and another one has not in {WAIT_SECONDS} "
+            f"s.\n{called()}"
+            "Every process has to call the same steps in the same order, and all have "
+            "to be alive: the output of the others says what became of them."
+        ) from error
 
 
 def _theirs(client: Any, key: str, other: int, what: str) -> str:

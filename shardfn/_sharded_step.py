@@ -360,6 +360,11 @@ class ShardedStep:
                 self._verified.add(key)
         if _processes.count() > 1:
             self._check_processes(leaves, treedef, batch)
+            if not any(map(_compat.is_traced, (*stored, *placed))):
+                ready.run.lower(
+                    stored, jax.tree.unflatten(batch_tree, placed)
+                ).compile()
+                _processes.meet("compiled the step")
         if not _compat.is_tracing():
             self._ready[treedef, batch_tree, storage.home] = ready
         return ready, stored, placed

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from shardfn import ShardingError, _compat, _processes
 from shardfn.checkpoint import Checkpoints
 
 PROGRAM = Path(__file__).with_name("several_processes.py")
@@ -94,3 +95,19 @@ def test_processes_that_differ_say_so(tmp_path: Path) -> None:
         assert lines[0].strip() == f"--- process {1 - i}"
         assert any(line.strip().startswith("-program ") for line in lines)
         assert "was called at several_processes.py:" in error
+
+
+def test_one_that_does_not_come_is_not_waited_for_in_vain(monkeypatch) -> None:
+    class Alone:
+        def wait_at_barrier(self, name: str, milliseconds: int) -> None:
+            raise TimeoutError(name)
+
+    monkeypatch.setattr(_processes, "count", lambda: 2)
+    monkeypatch.setattr(_compat, "distributed_client", Alone)
+    with pytest.raises(ShardingError) as error:
+        _processes.meet("compiled the step")
+    first, *_, last = str(error.value).splitlines()
+    assert first == (
+        "process 0 has compiled the step, and another one has not in 600 s."
+    )
+    assert last.startswith("Every process has to call the same steps in the same order")
