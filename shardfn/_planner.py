@@ -18,6 +18,7 @@ from shardfn._describe import make_plan
 from shardfn._emit import emit
 from shardfn._errors import ShardingError, UnsupportedPrimitiveWarning
 from shardfn._fingerprint import fingerprint_of
+from shardfn._fold import fold_transposes
 from shardfn._leaves import name_leaves
 from shardfn._padding import zero_padding
 from shardfn._plan import BodyPlan, Collective, Plan
@@ -99,6 +100,7 @@ def plan_traced(
         [*names, *[""] * (len(program.inputs) - len(names))],
         [*names, *[""] * (len(program.outputs) - len(names))],
     )
+    program = fold_transposes(program)
     others = program.outputs[len(stored) :]
     inputs = (*stored, *batch)
     required: list[Sharding | None] = [*stored, *[None] * len(others)]

@@ -40,6 +40,7 @@ ORDER = """
     _program
     _phase
     _leaves
+    _fold
     _reshard
     _hlo_parse _hlo_groups _hlo_collective _hlo_loops _hlo
     _hlo_cost _hlo_live _timeline _flops

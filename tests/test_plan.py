@@ -133,6 +133,17 @@ def test_a_tied_weight_is_scattered_once_and_counted_once_in_m() -> None:
     assert plan.parameter_bytes == m
 
 
+@pytest.mark.parametrize("again", ["auto", False, True])
+def test_a_tied_weight_is_gathered_once_as_it_is(again: bool | str) -> None:
+    """`w.T` is not gathered beside `w`; in the backward pass only if asked."""
+    options = {"devices": 4, "reshard_after_forward": again}
+    plan = plan_of(tied, {"w": (16, 64)}, (16, 16), **options)
+    gathers = [c for c in plan.collectives if c.op == "all_gather"]
+    phases = ["forward", "backward"] if again is True else ["forward"]
+    assert [c.phase for c in gathers] == phases
+    assert {c.shape for c in gathers} == {(16, 64)}
+
+
 def test_a_state_that_is_one_array_counts_once_in_m() -> None:
     def step(w, x):
         (new,) = tied({"w": w}, x)
