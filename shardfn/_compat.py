@@ -67,7 +67,8 @@ def inlined_body(eqn: JaxprEqn) -> Any | None:
     """What an equation that is no operation of its own stands for, else None.
 
     That is the body of a call (jit, ...), of a solve whose derivative is known (the
-    solver itself), and of a while loop under `jax.vmap`, whose condition is an array.
+    solver itself), and of a while loop under `jax.vmap`, whose condition is an array;
+    of a `jax.device_put` of a pytree, one for every leaf.
     """
     name = eqn.primitive.name
     if name in _INLINED:
@@ -75,6 +76,8 @@ def inlined_body(eqn: JaxprEqn) -> Any | None:
         return params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
     if name == "while" and close_jaxpr(eqn.params["cond_jaxpr"]).out_avals[0].shape:
         return _traced(eqn, lambda *xs: _loop_while_any(eqn, xs))
+    if name == "device_put" and len(eqn.invars) > 1:
+        return _traced(eqn, lambda *xs: _put_each(eqn, xs))
     if name == "custom_linear_solve":
         return _traced(eqn, lambda *xs: _solve(eqn, xs))
     if name == "call_hi_primitive":
@@ -117,6 +120,15 @@ def _loop_while_any(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
     return jax.lax.while_loop(
         lambda carry: jnp.any(test(*tested, *carry)[0]), iteration, list(operands[end:])
     )
+
+
+def _put_each(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+    """Moves operands one by one, since they have no dimension in common."""
+    each: list[Any] = []
+    for i, x in enumerate(operands):
+        params = {name: value[i : i + 1] for name, value in eqn.params.items()}
+        each += eqn.primitive.bind(x, **params)
+    return each
 
 
 def _solve(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:

@@ -122,6 +122,16 @@ def test_equations_on_literals_are_not_merged_but_equal() -> None:
     assert found.count("add") == 2
 
 
+def test_a_tree_that_is_moved_is_moved_leaf_by_leaf() -> None:
+    """Leaves of an offloaded optimizer state have no dimension in common."""
+
+    def moved(x):
+        return jax.device_put({"a": x, "b": x[0]}, jax.memory.Space.Device)
+
+    puts = [n for n in program_of(moved, X).nodes if n.rule and len(n.inputs) == 1]
+    assert [str(n.rule) for n in puts][-2:] == ["a b -> a b", "a -> a"]
+
+
 def test_barriers_and_names_are_not_merged() -> None:
     def twice(x):
         a, b = lax.optimization_barrier(x), lax.optimization_barrier(x)

@@ -3,7 +3,6 @@
 In: an equation whose result is its operand, reinterpreted or moved. Out: its rule.
 """
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from shardfn._rule import (
     make_rule,
     register_rule,
 )
-from shardfn._rules._names import fresh_names, result_shape, shape_of, take
+from shardfn._rules._names import result_shape, shape_of
 from shardfn._rules.elementwise import elementwise_rule
 
 
@@ -93,31 +92,5 @@ def _to_memory(x: jax.Array, target: Any) -> jax.Array:
 
 @register_rule(*primitives("device_put"), local=_device_put_local)
 def _device_put(eqn: JaxprEqn) -> OpShardingRule:
-    """`a b, a b, c -> a b, a b, c`: a factor must stand in every result to be split."""
-    return _passed_through(eqn)
-
-
-@register_rule(*primitives("optimization_barrier"))
-def _optimization_barrier(eqn: JaxprEqn) -> OpShardingRule:
-    """`a b, a b, c -> a b, a b, c`: a factor must stand in every result to be split."""
-    return _passed_through(eqn)
-
-
-def _passed_through(eqn: JaxprEqn) -> OpShardingRule:
-    """Result i is operand i. Operands of one shape share their factors."""
-    names = fresh_names()
-    known: dict[tuple[int, ...], tuple[str, ...]] = {}
-    shapes = [shape_of(eqn, i) for i in range(len(eqn.invars))]
-    for shape in shapes:
-        if shape not in known:
-            known[shape] = take(names, len(shape))
-    dims = [known[shape] for shape in shapes]
-    whole = {f for f in itertools.chain(*dims) if any(f not in d for d in dims)}
-    return make_rule(
-        eqn,
-        dims,
-        dims,
-        whole=whole,
-        linear="all",
-        flat=len(known) == 1 and () not in known,
-    )
+    """`a b -> a b`."""
+    return elementwise_rule(eqn, "each")

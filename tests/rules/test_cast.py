@@ -29,25 +29,10 @@ from shardfn._rule import LocalOp, rule_of, run_local
         (integers((5, 4), jnp.uint8),),
         "a b -> a  whole={b}",
     ),
-    Row(lax.optimization_barrier, ((8, 5),), "a b -> a b", ({0},), flat=True),
-    Row(
-        lambda x, y: lax.optimization_barrier((x, y)),
-        ((8, 5), (8, 5)),
-        "a b, a b -> a b, a b",
-        ({0, 1},),
-        flat=True,
-    ),
     Row(jax.device_put, ((8, 5),), "a b -> a b", ({0},), flat=True),
 )
 def test_cast_rule(row):
     row.check()
-
-
-def test_a_barrier_of_two_shapes_splits_nothing():
-    eqn, _ = equation_of(
-        lambda x, y: lax.optimization_barrier((x, y)), integers((8, 5)), integers((8,))
-    )
-    assert str(rule_of(eqn)) == "a b, c -> a b, c  whole={a, b, c}"
 
 
 def test_device_put_moves_blocks_to_host_memory():

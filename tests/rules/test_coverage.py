@@ -29,6 +29,7 @@ NO_RULE = {
     "get": "reads mutable state, which has no sharding of its own",
     "jit": CONTROL_FLOW,
     "mulhi": "JAX 0.10 to 0.12 cannot lower it inside shard_map on CPU",
+    "optimization_barrier": "passes its operands on, however each is sharded",
     "pmax": COLLECTIVE,
     "pmin": COLLECTIVE,
     "ppermute": COLLECTIVE,
@@ -52,7 +53,7 @@ dynamic_update_slice empty2 floor random_seed reduce_and reduce_window_sum sin s
 tile unstack cbrt ceil cholesky complex cumprod device_put digamma erf expm1 imag le_to
 lgamma nextafter platform_index random_gamma real reduce_precision round scatter-max svd
 top_k triangular_solve xor acos acosh argmin asin asinh atan atan2 atanh bessel_i0e
-bessel_i1e clz conj cosh eigh exp2 fft igamma lt_to lu name optimization_barrier
+bessel_i1e clz conj cosh eigh exp2 fft igamma lt_to lu name
 polygamma population_count qr ragged_dot_general random_clone reduce_min reduce_prod
 regularized_incomplete_beta scatter-mul shift_left sinh tan
 """
