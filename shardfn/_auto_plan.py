@@ -180,7 +180,7 @@ def _call(
     return replace(step, bodies=(body,)), results
 
 
-def _barrier(
+def _passed_on(
     rules: Any, step: Apply, node: Node, operands: Splits, wanted: Splits
 ) -> Flow:
     return step, operands
@@ -249,7 +249,8 @@ def _settled(
 _FLOW: dict[str, Callable[..., Flow]] = {
     "remat": _call,
     "custom": _call,
-    "barrier": _barrier,
+    "barrier": _passed_on,
+    "constrain": _passed_on,
     "cond": _cond,
     "scan": _scan,
     "while": _while,

@@ -257,6 +257,20 @@ def test_the_plan_counts_one_part() -> None:
     assert of_whole / 2 < run.plan(state, batch).parameter_bytes < of_whole * 0.52
 
 
+def test_an_open_constraint_keeps_the_split() -> None:
+    mesh, free = make_mesh("4x2", AUTO), P.UNCONSTRAINED
+
+    def step(w, x):
+        open_w = shardfn.constrain(w * 2, P(free, free))
+        return w, (x @ open_w).sum()
+
+    named = NamedSharding(mesh, P(None, "model"))
+    w = jax.ShapeDtypeStruct((16, 32), jnp.float32, sharding=named)
+    plan = shardfn.fully_shard(step, mesh, min_size=8).plan(w, jnp.ones((8, 16)))
+    gathered = [c.shape for c in plan.collectives if c.op == "all_gather"]
+    assert gathered == [(16, 16)]
+
+
 # States
 
 
