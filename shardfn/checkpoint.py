@@ -7,10 +7,8 @@ as another step on another mesh wants it, or whole on one device.
 Needs the extra `checkpoint`: `pip install shardfn[checkpoint]`.
 """
 
-import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -22,9 +20,17 @@ from jax.sharding import SingleDeviceSharding
 from shardfn import _compat, _processes
 from shardfn._arguments import Leaf, leaves_of, path_name
 from shardfn._errors import call_site
-from shardfn._orbax import CHUNK_BYTES, StoredRestoreArgs, registry
+from shardfn._on_disk import (
+    Saved,
+    empty,
+    handler,
+    has_values,
+    on_disk,
+    read,
+    values,
+)
+from shardfn._orbax import CHUNK_BYTES
 from shardfn._sharded_step import ShardedStep
-from shardfn._uneven import uneven
 
 ITEM = "state"
 """The name of the state's directory in a checkpoint."""
@@ -85,7 +91,7 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(
             self.directory,
             options=options,
-            item_handlers={ITEM: _handler()},
+            item_handlers={ITEM: handler()},
         )
 
     def __enter__(self) -> "Checkpoints":
@@ -135,7 +141,7 @@ class Checkpoints:
             )
         arrays, leaves, treedef = self._stored(state)
         _check_names(leaves)
-        item = jax.tree.unflatten(treedef, _values(arrays, leaves))[0]
+        item = jax.tree.unflatten(treedef, values(arrays, leaves))[0]
         chunked = ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES)
         args = ocp.args.PyTreeSave(
             item, save_args=jax.tree.map(lambda _: chunked, item)
@@ -173,10 +179,11 @@ class Checkpoints:
         leaves, treedef, targets = self._targets(like)
         saved = self._saved(number)
         _check_fit(leaves, saved, f"checkpoint {number} in {self.directory}")
-        read = self._read(number, leaves, targets, treedef)[::-1]
+        where = self.directory / str(number) / ITEM
+        found = read(where, leaves, targets, treedef)[::-1]
         arrays = []
         for leaf, target in zip(leaves, targets, strict=True):
-            x = read.pop() if _has_values(leaf) else _empty(target)
+            x = found.pop() if has_values(leaf) else empty(target)
             arrays.append(_compat.with_weak_type(x, True) if leaf.aval.weak_type else x)
         if self.step is not None:
             self.step.storage.remember(arrays, leaves, treedef)
@@ -251,65 +258,14 @@ class Checkpoints:
         ]
         return leaves, treedef, avals
 
-    def _read(
-        self,
-        number: int,
-        leaves: Sequence[Leaf],
-        targets: Sequence[jax.ShapeDtypeStruct],
-        treedef: Any,
-    ) -> list[jax.Array]:
-        """The arrays of the leaves that have values."""
-        both = list(zip(leaves, targets, strict=True))
-        items = [target if _has_values(leaf) else None for leaf, target in both]
-        args = [_restore_args(*pair) if _has_values(pair[0]) else None for pair in both]
-        item, restore_args = (jax.tree.unflatten(treedef, x)[0] for x in (items, args))
-        with ocp.Checkpointer(_handler()) as checkpointer:
-            restored = checkpointer.restore(
-                self.directory / str(number) / ITEM,
-                args=ocp.args.PyTreeRestore(item, restore_args=restore_args),
-            )
-        return jax.tree.leaves(restored)
-
-    def _saved(self, number: int) -> "dict[str, _Saved]":
+    def _saved(self, number: int) -> dict[str, Saved]:
         """What the checkpoint holds, by path."""
-        metadata = _handler().metadata(self.directory / str(number) / ITEM)
+        metadata = handler().metadata(self.directory / str(number) / ITEM)
         flat, _ = jax.tree_util.tree_flatten_with_path(metadata.tree)
         return {
-            path_name(path): _Saved(tuple(x.shape), jnp.dtype(x.dtype))
+            path_name(path): Saved(tuple(x.shape), jnp.dtype(x.dtype))
             for path, x in flat
         }
-
-
-@dataclass(frozen=True, slots=True)
-class _Saved:
-    """A leaf as it is on disk; of PRNG keys, their words."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-
-    def __str__(self) -> str:
-        return f"{self.dtype.name}[{','.join(map(str, self.shape))}]"
-
-
-def _on_disk(aval: jax.ShapeDtypeStruct) -> _Saved:
-    if _compat.is_key(aval.dtype):
-        return _words(aval.shape, aval.dtype)
-    return _Saved(aval.shape, jnp.dtype(aval.dtype))
-
-
-@functools.cache  # JAX remembers every trace, also of the same
-def _words(shape: tuple[int, ...], dtype: Any) -> _Saved:
-    """The words of PRNG keys."""
-    keys = jax.ShapeDtypeStruct(shape, dtype)
-    words = jax.eval_shape(jax.random.key_data, keys)
-    return _Saved(words.shape, jnp.dtype(words.dtype))
-
-
-def _handler() -> ocp.PyTreeCheckpointHandler:
-    """Without compression no chunk is copied to be written: weights hardly compress."""
-    return ocp.PyTreeCheckpointHandler(
-        use_compression=False, type_handler_registry=registry()
-    )
 
 
 def _check_names(leaves: Sequence[Leaf]) -> None:
@@ -323,9 +279,9 @@ def _check_names(leaves: Sequence[Leaf]) -> None:
             )
 
 
-def _check_fit(leaves: Sequence[Leaf], saved: Mapping[str, _Saved], where: str) -> None:
+def _check_fit(leaves: Sequence[Leaf], saved: Mapping[str, Saved], where: str) -> None:
     """Lists every leaf that is not the same in the checkpoint and in the state."""
-    wanted = {leaf.name: _on_disk(leaf.aval) for leaf in leaves if _has_values(leaf)}
+    wanted = {leaf.name: on_disk(leaf.aval) for leaf in leaves if has_values(leaf)}
     missing = [f"missing: '{k}' {v}" for k, v in wanted.items() if k not in saved]
     extra = [f"in it only: '{k}' {v}" for k, v in saved.items() if k not in wanted]
     other = [
@@ -340,34 +296,3 @@ def _check_fit(leaves: Sequence[Leaf], saved: Mapping[str, _Saved], where: str) 
             + f"\n  restore was called at {call_site()}\n"
             "Restore into a state of the form that was saved, and change it afterwards."
         )
-
-
-def _has_values(leaf: Leaf) -> bool:
-    """Whether a leaf is on disk; arrays without elements are not."""
-    return 0 not in leaf.aval.shape
-
-
-def _empty(target: jax.ShapeDtypeStruct) -> jax.Array:
-    return jnp.zeros(target.shape, target.dtype, device=target.sharding)
-
-
-def _values(arrays: Sequence[jax.Array], leaves: Sequence[Leaf]) -> list[Any]:
-    """What Orbax is given to write for each leaf."""
-    shapes = [leaf.aval.shape for leaf in leaves]
-    odd = [i for i, x in enumerate(arrays) if x.shape != shapes[i]]
-    made = uneven([arrays[i] for i in odd], [shapes[i] for i in odd])
-    values: list[Any] = [
-        x if _has_values(leaf) else None for x, leaf in zip(arrays, leaves, strict=True)
-    ]
-    for i, leaf in zip(odd, made, strict=True):
-        values[i] = leaf
-    return values
-
-
-def _restore_args(leaf: Leaf, target: jax.ShapeDtypeStruct) -> ocp.RestoreArgs:
-    if not _compat.is_key(target.dtype):
-        return StoredRestoreArgs(
-            dtype=target.dtype, shape=leaf.aval.shape, stored=target
-        )
-    # Orbax knows from the checkpoint that these words are PRNG keys.
-    return ocp.ArrayRestoreArgs(restore_type=jax.Array, sharding=target.sharding)

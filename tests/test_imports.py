@@ -92,7 +92,7 @@ ORDER = """
     _cli
     __main__
     _compare testing
-    _pieces _uneven _orbax checkpoint
+    _pieces _uneven _orbax _on_disk checkpoint
     export
 """.split()
 

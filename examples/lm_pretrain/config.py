@@ -62,6 +62,9 @@ class ModelConfig:
 
 
 # The two largest have the shapes of Llama 3.2 1B and Llama 3.1 8B (arXiv:2407.21783).
+LLAMA_3 = ModelConfig(
+    width=2048, heads=32, kv_heads=8, vocabulary=128256, rope_base=5e5
+)
 PRESETS: dict[str, ModelConfig] = {
     "1m": ModelConfig(),
     "10m": ModelConfig(
@@ -76,26 +79,9 @@ PRESETS: dict[str, ModelConfig] = {
         context=1024,
         vocabulary=32768,
     ),
-    "1b": ModelConfig(
-        layers=16,
-        width=2048,
-        heads=32,
-        kv_heads=8,
-        mlp_width=8192,
-        context=4096,
-        vocabulary=128256,
-        rope_base=5e5,
-    ),
-    "8b": ModelConfig(
-        layers=32,
-        width=4096,
-        heads=32,
-        kv_heads=8,
-        mlp_width=14336,
-        context=8192,
-        vocabulary=128256,
-        tied=False,
-        rope_base=5e5,
+    "1b": dataclasses.replace(LLAMA_3, layers=16, mlp_width=8192, context=4096),
+    "8b": dataclasses.replace(
+        LLAMA_3, layers=32, width=4096, mlp_width=14336, context=8192, tied=False
     ),
     "gpt": ModelConfig(family="gpt", kv_heads=4, mlp_width=512),
 }

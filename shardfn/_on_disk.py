@@ -1,0 +1,104 @@
+"""What of a leaf is on disk, and what Orbax is given to write and to read it.
+
+In: leaves of a state, and the arrays that store them. Out: their shapes and dtypes on
+disk, and the items and arguments of Orbax's handler.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from etils import epath
+
+from shardfn import _compat
+from shardfn._arguments import Leaf
+from shardfn._orbax import StoredRestoreArgs, registry
+from shardfn._uneven import uneven
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A leaf as it is on disk; of PRNG keys, their words."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+    def __str__(self) -> str:
+        return f"{self.dtype.name}[{','.join(map(str, self.shape))}]"
+
+
+def on_disk(aval: jax.ShapeDtypeStruct) -> Saved:
+    """What is on disk of a leaf."""
+    if _compat.is_key(aval.dtype):
+        return _words(aval.shape, aval.dtype)
+    return Saved(aval.shape, jnp.dtype(aval.dtype))
+
+
+@functools.cache  # JAX remembers every trace, also of the same
+def _words(shape: tuple[int, ...], dtype: Any) -> Saved:
+    """The words of PRNG keys."""
+    keys = jax.ShapeDtypeStruct(shape, dtype)
+    words = jax.eval_shape(jax.random.key_data, keys)
+    return Saved(words.shape, jnp.dtype(words.dtype))
+
+
+def handler() -> ocp.PyTreeCheckpointHandler:
+    """Without compression no chunk is copied to be written: weights hardly compress."""
+    return ocp.PyTreeCheckpointHandler(
+        use_compression=False, type_handler_registry=registry()
+    )
+
+
+def has_values(leaf: Leaf) -> bool:
+    """Whether a leaf is on disk; arrays without elements are not."""
+    return 0 not in leaf.aval.shape
+
+
+def empty(target: jax.ShapeDtypeStruct) -> jax.Array:
+    """The array that stores a leaf that has no values."""
+    return jnp.zeros(target.shape, target.dtype, device=target.sharding)
+
+
+def values(arrays: Sequence[jax.Array], leaves: Sequence[Leaf]) -> list[Any]:
+    """What Orbax is given to write for each leaf."""
+    shapes = [leaf.aval.shape for leaf in leaves]
+    odd = [i for i, x in enumerate(arrays) if x.shape != shapes[i]]
+    made = uneven([arrays[i] for i in odd], [shapes[i] for i in odd])
+    values: list[Any] = [
+        x if has_values(leaf) else None for x, leaf in zip(arrays, leaves, strict=True)
+    ]
+    for i, leaf in zip(odd, made, strict=True):
+        values[i] = leaf
+    return values
+
+
+def restore_args(leaf: Leaf, target: jax.ShapeDtypeStruct) -> ocp.RestoreArgs:
+    """What tells Orbax how a leaf is read into the array that stores it."""
+    if not _compat.is_key(target.dtype):
+        return StoredRestoreArgs(
+            dtype=target.dtype, shape=leaf.aval.shape, stored=target
+        )
+    # Orbax knows from the checkpoint that these words are PRNG keys.
+    return ocp.ArrayRestoreArgs(restore_type=jax.Array, sharding=target.sharding)
+
+
+def read(
+    directory: epath.Path,
+    leaves: Sequence[Leaf],
+    targets: Sequence[jax.ShapeDtypeStruct],
+    treedef: Any,
+) -> list[jax.Array]:
+    """The arrays of the leaves that have values, as `targets` say."""
+    both = list(zip(leaves, targets, strict=True))
+    items = [target if has_values(leaf) else None for leaf, target in both]
+    args = [restore_args(*pair) if has_values(pair[0]) else None for pair in both]
+    item, given = (jax.tree.unflatten(treedef, x)[0] for x in (items, args))
+    with ocp.Checkpointer(handler()) as checkpointer:
+        restored = checkpointer.restore(
+            directory, args=ocp.args.PyTreeRestore(item, restore_args=given)
+        )
+    return jax.tree.leaves(restored)
