@@ -2,16 +2,20 @@
 
 import dataclasses
 import json
+import struct
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from config import PRESETS, Config, ConfigError, ModelConfig, from_json, with_preset
+from evaluate import Heldout
 from loop import Diverged
 from models import count_parameters, make_model
+from tensorboardX.proto.event_pb2 import Event
 from train import main, run
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "lm_pretrain" / "train.py"
@@ -57,7 +61,27 @@ def test_the_command_makes_its_devices_and_prints_both_numbers(text, tmp_path):
     assert "held-out loss" in done.stdout
     assert "byte-unigram entropy of the same text" in done.stdout
     assert (tmp_path / "run/loss.png").stat().st_size > 1000
-    assert list((tmp_path / "run/tensorboard").iterdir())
+    assert "perplexity" in done.stdout
+    (board,) = (tmp_path / "run/tensorboard").iterdir()
+    found = set(scalars(board))
+    assert {("loss", 1), ("loss", 2), ("grad_norm", 2), ("memory_bytes", 2)} <= found
+
+
+def scalars(path: Path) -> Iterator[tuple[str, int]]:
+    """The tags and steps in a file of TensorBoard's records: each is its length, a
+    checksum of that, an event and its checksum."""
+    data = path.read_bytes()
+    while data:
+        (length,) = struct.unpack("<Q", data[:8])
+        event = Event.FromString(data[12 : 12 + length])
+        yield from ((value.tag, event.step) for value in event.summary.value)
+        data = data[16 + length :]
+
+
+def test_perplexity_is_the_number_of_equally_likely_tokens():
+    heldout = Heldout(nats=30 * np.log(7), tokens=30, bytes=60)
+    np.testing.assert_allclose(heldout.perplexity, 7)
+    np.testing.assert_allclose(heldout.per_byte, np.log(7) / 2)
 
 
 @pytest.mark.standard_promotion

@@ -19,7 +19,7 @@ def processes(config, count: int, folder: Path, name: str):
         address = f"localhost:{free.getsockname()[1]}"
     logs = [folder / f"{name}{i}" for i in range(count)]
     several = ["--coordinator", address, "--process-count", str(count)]
-    several += ["--heartbeat-seconds", str(HEARTBEAT), "--devices", "2"]
+    several += ["--heartbeat-seconds", str(HEARTBEAT), "--devices", "1"]
     return logs, [
         start(command(config, *several, "--process-id", str(i)), log)
         for i, log in enumerate(logs)
@@ -30,7 +30,7 @@ def processes(config, count: int, folder: Path, name: str):
 @pytest.mark.standard_promotion
 def test_without_one_process_the_others_end_and_fewer_go_on(tiny, tmp_path):
     config = dataclasses.replace(tiny, steps=5000, save_every=2, batch_size=12)
-    logs, running = processes(config, 3, tmp_path, "first")
+    logs, running = processes(config, 4, tmp_path, "first")
     wait_for(lambda: max(saved(config), default=0) >= 4, running[0], logs[0])
     running[1].kill()
     killed = time.monotonic()
@@ -41,7 +41,7 @@ def test_without_one_process_the_others_end_and_fewer_go_on(tiny, tmp_path):
     last = saved(config)[-1]
     before = losses(config.run_dir)
     config = dataclasses.replace(config, steps=last + 2)
-    logs, running = processes(config, 2, tmp_path, "second")
+    logs, running = processes(config, 3, tmp_path, "second")
     for process, log in zip(running, logs, strict=True):
         assert process.wait(300) == 0, log.read_text()
         assert f"going on after step {last} of {last + 2}" in log.read_text()
