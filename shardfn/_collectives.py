@@ -16,16 +16,20 @@ from jax import lax
 
 from shardfn import _compat
 from shardfn._errors import ShardingError, called, step_name
-from shardfn._reshard import JOINED, move_of
+from shardfn._reshard import JOINED, devices_of, move_of
 from shardfn._sharding import (
     Axes,
     Sharding,
     Split,
     Unreduced,
+    along,
     local_shape,
     on_axis,
     viewed,
 )
+
+Names = tuple[str, ...]
+"""What `shard_map` binds for one mesh axis."""
 
 
 def run_move(
@@ -34,7 +38,7 @@ def run_move(
     """Moves `x`, a local block of a value of global `shape`, from `before` to
     `after`."""
     op, axis = move_of(before, after)
-    name = axes.names[axis]
+    name = names_of(before, after, axes)
     state, goal = before[axis], after[axis]
     if op == "relabel":
         return x
@@ -50,9 +54,9 @@ def run_move(
         assert isinstance(state, Split)
         return _all_gather(x, shape, after, state.dim, name, axes)
     x, dim = _to_scatter(x, shape, before, after, axes)
-    local = x.shape[dim] // axes.sizes[axis]
+    local = x.shape[dim] // along(after, axis, axes)
     if op == "psum_scatter":
-        x = varying(x, name)
+        x = varying(x, *name)
         return lax.psum_scatter(x, name, scatter_dimension=dim, tiled=True)
     assert op == "slice", op
     return lax.dynamic_slice_in_dim(x, lax.axis_index(name) * local, local, dim)
@@ -76,12 +80,13 @@ def run_together(
       The blocks moved, their elements as `run_move` makes them.
     """
     op, axis = move_of(*ends[0])
-    name, n = axes.names[axis], axes.sizes[axis]
+    before, after = ends[0]
+    name, n = names_of(before, after, axes), devices_of(before, after, axes)
     each = list(zip(blocks, shapes, ends, strict=True))
     if op not in JOINED:
         return [run_move(x, shape, end[0], end[1], axes) for x, shape, end in each]
     if op == "all_gather":
-        flat = varying(_joined([x.reshape(1, -1) for x in blocks]), name)
+        flat = varying(_joined([x.reshape(1, -1) for x in blocks]), *name)
         parts = lax.all_gather(flat, name, axis=0, tiled=True, to="invarying")
         whole = []
         for part, (x, shape, (before, after)) in zip(
@@ -96,7 +101,7 @@ def run_together(
         return whole
     if op == "all_reduce":
         sums = lax.psum(
-            varying(_joined([x.reshape(1, -1) for x in blocks]), name), name
+            varying(_joined([x.reshape(1, -1) for x in blocks]), *name), name
         )
         parts = _parted(sums, [x.size for x in blocks])
         return [part.reshape(x.shape) for part, x in zip(parts, blocks, strict=True)]
@@ -107,7 +112,7 @@ def run_together(
         x = x.reshape(*x.shape[:dim], n, local, *x.shape[dim + 1 :])
         rows.append(jnp.moveaxis(x, dim, 0).reshape(n, -1))
         made.append((*x.shape[:dim], *x.shape[dim + 1 :]))
-    terms = varying(_joined(rows), name)
+    terms = varying(_joined(rows), *name)
     sums = lax.psum_scatter(terms, name, scatter_dimension=0, tiled=True)
     parts = _parted(sums, [row.shape[1] for row in rows])
     return [part.reshape(shape) for part, shape in zip(parts, made, strict=True)]
@@ -138,7 +143,14 @@ def _to_scatter(
     full = local_shape(shape, on_axis(before, axis, None), axes)
     view, dim = viewed(full, _split_on(after, axis))
     local = local_shape(shape, after, axes)[dim]
-    return _pad_to(x.reshape(view), dim, local * axes.sizes[axis]), dim
+    return _pad_to(x.reshape(view), dim, local * along(after, axis, axes)), dim
+
+
+def names_of(before: Sharding, after: Sharding, axes: Axes) -> tuple[str, ...]:
+    """The names of the mesh axes that a move is over, as `shard_map` binds them."""
+    _, axis = move_of(before, after)
+    groups = (s.group for s in (before[axis], after[axis]) if isinstance(s, Split))
+    return axes.bound(axis, max(groups, default=0))
 
 
 def _split_on(sharding: Sharding, axis: int) -> int:
@@ -152,18 +164,18 @@ def _all_gather(
     shape: Sequence[int],
     after: Sharding,
     dim: int,
-    name: str,
+    name: Names,
     axes: Axes,
 ) -> jax.Array:
     """Gathers blocks and drops the padding."""
     full = local_shape(shape, after, axes)
     view, along = viewed(full, dim)
-    x = lax.all_gather(varying(x, name), name, axis=along, tiled=True, to="invarying")
+    x = lax.all_gather(varying(x, *name), name, axis=along, tiled=True, to="invarying")
     return _cut_to(x, along, view[along]).reshape(full)
 
 
-def _all_reduce(x: jax.Array, name: str, op: str) -> jax.Array:
-    x = varying(x, name)
+def _all_reduce(x: jax.Array, name: Names, op: str) -> jax.Array:
+    x = varying(x, *name)
     if op == "sum":
         return lax.psum(x, name)
     if op == "max":
@@ -180,7 +192,7 @@ def _all_reduce(x: jax.Array, name: str, op: str) -> jax.Array:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
-def _extreme(x: jax.Array, name: str, collective: Any) -> jax.Array:
+def _extreme(x: jax.Array, name: Names, collective: Any) -> jax.Array:
     """A maximum or minimum over devices, NaN if any device has NaN.
 
     Collectives of floats lose NaN: on CPUs, and by NCCL. So the bits are compared, as
@@ -201,22 +213,22 @@ def _extreme(x: jax.Array, name: str, collective: Any) -> jax.Array:
 
 
 @_extreme.defjvp
-def _no_derivative(name: str, *_: Any) -> NoReturn:
+def _no_derivative(name: Names, *_: Any) -> NoReturn:
     raise ShardingError(
         f"{step_name()} is differentiated through a maximum or minimum over mesh axis "
-        f"'{name}', which has no derivative: devices do not know who else is tied.\n"
+        f"'{name[0]}', which has no derivative: devices do not know who else is tied.\n"
         f"{called()}"
         "Take the gradient inside the step, where it is planned with the step."
     )
 
 
-def _any(x: jax.Array, name: str) -> jax.Array:
+def _any(x: jax.Array, name: Names) -> jax.Array:
     return lax.pmax(x.astype(jnp.int8), name).astype(jnp.bool_)
 
 
-def _on_first_device(x: jax.Array, name: str) -> jax.Array:
+def _on_first_device(x: jax.Array, name: Names) -> jax.Array:
     """`x` on the axis's first device and zero on the others: terms that sum to `x`."""
-    x = varying(x, name)
+    x = varying(x, *name)
     return jnp.where(lax.axis_index(name) == 0, x, jnp.zeros_like(x))
 
 

@@ -6,6 +6,7 @@ Out: a frozen `Control`, and from it one `LeafControl` per leaf.
 
 import fnmatch
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar
@@ -19,7 +20,7 @@ T = TypeVar("T")
 PerLeaf = T | Mapping[str, T]
 """A value for all leaves, or values by path pattern."""
 
-Reshard = bool | Literal["auto"]
+Reshard = bool | int | Literal["auto"]
 Accumulate = Literal["auto", "scatter", "defer"]
 
 Choices = tuple[tuple[str, Any], ...]
@@ -80,6 +81,34 @@ class Control:
                         f"The leaves are {', '.join(names[:SHOWN])}{more}. A pattern "
                         "names leaves or subtrees; * stands for any characters."
                     )
+
+    def on(self, axis: str, size: int) -> "Control":
+        """The same on a mesh axis of `size` devices, which may keep parameters gathered
+        within groups of some of them: of one is whole, of all is as stored."""
+        groups = self.groups - {1, size}
+        for smaller, larger in itertools.pairwise((1, *sorted(groups), size)):
+            if larger % smaller or larger > size:
+                wrong = smaller if larger == size else larger
+                raise ShardingError(
+                    f"reshard_after_forward={wrong} does not divide the {size} devices "
+                    f"of mesh axis '{axis}' into groups.\n  at {call_site()}\n"
+                    "Pass a number that divides it, such as the devices of one host; "
+                    "of several numbers, each has to divide the next."
+                )
+        same = {1: False, size: True}
+        choices = {
+            option: tuple((p, same.get(v, v) if type(v) is int else v) for p, v in each)
+            if option == "reshard_after_forward"
+            else each
+            for option, each in self.choices
+        }
+        return Control(tuple(choices.items()))
+
+    @property
+    def groups(self) -> set[int]:
+        """Numbers of devices within which parameters are kept gathered."""
+        asked = dict(self.choices).get("reshard_after_forward", ())
+        return {value for _, value in asked if type(value) is int}
 
     def check_axes(self, names: Sequence[str]) -> None:
         """Raises if a leaf is to be sharded over something else than `names`."""
@@ -161,6 +190,14 @@ def _one_of(*allowed: Any) -> Callable[[str, Any], Any]:
     return check
 
 
+def _reshard(option: str, value: Any) -> Reshard:
+    if isinstance(value, bool) or value == "auto":
+        return value
+    if type(value) is not int or value < 1:
+        _refuse(option, value, "True, False, 'auto', a number of devices")
+    return value
+
+
 def _floating(option: str, value: Any) -> str | None:
     if value is None:
         return None
@@ -197,7 +234,7 @@ def _refuse(option: str, value: Any, allowed: str) -> Any:
 
 
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
-    "reshard_after_forward": _one_of(True, False, "auto"),
+    "reshard_after_forward": _reshard,
     "gather_dtype": _floating,
     "reduce_dtype": _floating,
     "accumulate": _one_of("auto", "scatter", "defer"),

@@ -116,6 +116,7 @@ def _moves(
                 fallback=fallback,
                 name=line_name(at, step.result, move.index),
                 elements=move.elements,
+                devices=move.devices,
             ),
             {key: math.prod(step.part_shape) * step.itemsize} if gathers else {},
         )

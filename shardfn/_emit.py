@@ -135,9 +135,10 @@ class _Run:
 
     def varies(self, sharding: Sharding) -> tuple[str, ...]:
         return tuple(
-            name
-            for name, state in zip(self.axes.names, sharding, strict=True)
-            if state is not None or name in self.apart
+            bound
+            for axis, state in enumerate(sharding)
+            if state is not None or self.axes.names[axis] in self.apart
+            for bound in self.axes.bound(axis)
         )
 
     def typed(
@@ -157,7 +158,17 @@ class _Run:
             moved = move_together(steps, blocks, self.place, self.axes)
             self.env.update(zip((s.result for s in steps), moved, strict=True))
         elif steps:
-            self.env[steps[0].result] = self.moved(steps[0], blocks[0])
+            (step,) = steps
+            self.env[step.result] = self.moved(step, blocks[0])
+            if step.keeps_part:
+                self.cut(step)
+
+    def cut(self, step: Reshard) -> None:
+        """Lets nothing use a whole value before the part of it that stays is cut off:
+        a compiler that cuts late keeps the whole until then."""
+        both = self.env[step.source], self.env[step.result]
+        both = lax.optimization_barrier(both)
+        self.env[step.source], self.env[step.result] = both
 
     def tied(self, step: Reshard) -> jax.Array:
         """What a move moves, no earlier than what it waits for."""
@@ -170,7 +181,7 @@ class _Run:
         move, count = functools.partial(move_along, step), len(step.path) - 1
         extreme, reduces = self.extremes.get(step.source), 0
         if extreme is not None:
-            reduces = min(len(extreme.names), count)
+            reduces = min(extreme.moves, count)
             x = extreme.reduced(x, lambda x: move(0, reduces, x, self.place, self.axes))
         return move(reduces, count, x, self.place, self.axes)
 
@@ -277,7 +288,7 @@ class _Run:
             parts = list(map(part, step.ahead))
             run_scan = functools.partial(scan_ahead, parts=parts)
         apart = rows_apart(node, step)
-        names = tuple(self.axes.names[i] for i in apart)
+        names = tuple(name for i in apart for name in self.axes.bound(i))
         init = [varying(x, *names) for x in init]
         keys = "length", "reverse", "unroll"
         params = {key: node.eqn.params[key] for key in keys}

@@ -59,7 +59,8 @@ def run_op(
 def _run_once(node: Node, operands: Arrays, axes: Axes) -> Arrays:
     """Runs a node for its effect, such as printing, on the first device alone."""
     bind = functools.partial(node.eqn.primitive.bind, **node.eqn.params)
-    first = lax.axis_index(axes.names) == 0
+    each = range(len(axes.names))
+    first = lax.axis_index(tuple(n for a in each for n in axes.bound(a))) == 0
     lax.cond(first, lambda *xs: list(bind(*xs)), lambda *_: [], *operands)
     return []
 
@@ -76,7 +77,7 @@ def _local_op(
         parts=tuple(
             (
                 factor,
-                tuple(axes.names[a] for a in sorted(on)),
+                tuple(name for a in sorted(on) for name in axes.bound(a)),
                 math.prod(axes.sizes[a] for a in on),
             )
             for factor, on in split.items()

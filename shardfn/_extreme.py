@@ -25,12 +25,14 @@ class Extreme:
     Attributes:
       block: the local block it was taken of.
       dims: the dimensions it was taken over.
-      names: the mesh axes that split them.
+      names: the mesh axes that split them, as `shard_map` binds them.
+      moves: how many moves reduce over these.
     """
 
     block: jax.Array
     dims: tuple[int, ...]
     names: tuple[str, ...]
+    moves: int
 
     def reduced(
         self, local: jax.Array, collective: Callable[[jax.Array], jax.Array]
@@ -62,11 +64,8 @@ def extreme_of(
     if node.eqn.primitive.name not in ("reduce_max", "reduce_min"):
         return None
     (sharding,), (block,) = step.result_shardings, operands
-    names = tuple(
-        name
-        for name, state in zip(axes.names, sharding, strict=True)
-        if isinstance(state, Unreduced)
-    )
+    over = [a for a, state in enumerate(sharding) if isinstance(state, Unreduced)]
+    names = tuple(name for axis in over for name in axes.bound(axis))
     if not names or not jnp.issubdtype(block.dtype, jnp.floating):
         return None
-    return Extreme(block, tuple(node.eqn.params["axes"]), names)
+    return Extreme(block, tuple(node.eqn.params["axes"]), names, len(over))

@@ -125,8 +125,12 @@ def fully_shard(
         yes; twice its bytes are gathered, and it is whole only while a layer uses it.
         False: what the forward pass gathered is kept; half the bytes, and all such
         parameters are whole at the end of the forward pass (a scan over layers stacks
-        them). "auto": only if more than its own bytes are gathered between the two
-        uses, so not for the last layer or the head.
+        them). A number `k` that divides the devices of the axis: each device keeps a
+        `k`-th, and the backward pass gathers within groups of `k` neighbours, such as
+        those of one host: `(k-1)/k` of a parameter's bytes, over their links alone, and
+        a `k`-th of all such parameters in memory between the passes. "auto": only if
+        more than its own bytes are gathered between the two uses, so not for the last
+        layer or the head.
       gather_dtype: floating-point dtype that parameters are cast to before they are
         gathered, and back behind it: bfloat16 halves the bytes of a step in float32,
         and rounds the weights that it multiplies with. Parameters that the step itself
@@ -241,6 +245,13 @@ def fully_shard(
                     "Pass a mesh, or leave it out and say it of the whole program, "
                     "with plan.verify(compiled) or jax.jit(..., compiler_options=...)."
                 )
+        for group in sorted(control.groups):
+            raise ShardingError(
+                f"reshard_after_forward={group} needs a mesh, whose axis it divides "
+                "into groups: one that the caller has bound stays in one piece.\n"
+                f"  fully_shard was called at {call_site()}\n"
+                "Pass a mesh, or True or False."
+            )
         local = LocalStep(plain, names)
         functools.update_wrapper(local, train_step, updated=())
         return local
@@ -258,7 +269,7 @@ def fully_shard(
                 f"Pass axis={tuple(mesh.shape)[0]!r}, or make the mesh with "
                 f"jax.make_mesh(({mesh.size},), ({name!r},))."
             )
-    axes = axes_over(mesh, names)
+    axes = axes_over(mesh, names, control)
     storage = Storage(automatic(mesh), mesh, axes, min_size, control)
     step = ShardedStep(Programs(plain, storage, donate, asked), verify)
     functools.update_wrapper(step, train_step, updated=())

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardfn import _compat
 from shardfn._auto import full_spec
 from shardfn._planner import Planned
-from shardfn._sharding import partition_spec
+from shardfn._sharding import Axes, Sharding, partition_spec
 
 
 def on_mesh(
@@ -28,8 +28,13 @@ def on_mesh(
     """
 
     def run(*args: jax.Array) -> list[jax.Array]:
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            return _sharded(planned, mesh)(*args)
+        divided = _divided(mesh, planned.axes)
+        with jax.sharding.use_abstract_mesh(divided.abstract_mesh):
+            out = _sharded(planned, divided)(*args)
+        if not planned.axes.groups:
+            return out
+        named = [NamedSharding(mesh, spec) for spec in output_specs(planned)]
+        return list(map(jax.lax.with_sharding_constraint, out, named))
 
     def typed(*args: jax.Array) -> list[jax.Array]:
         if not any(map(_compat.is_explicit, args)):
@@ -67,9 +72,9 @@ def _sharded(planned: Planned, mesh: Mesh) -> Callable[..., list[jax.Array]]:
     over = jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=tuple(partition_spec(body.inputs[i], axes) for i in full_ins),
-        out_specs=[partition_spec(body.output_shardings[j], axes) for j in full_outs],
-        axis_names=set(axes.names),
+        in_specs=tuple(_bound(body.inputs[i], axes) for i in full_ins),
+        out_specs=[_bound(body.output_shardings[j], axes) for j in full_outs],
+        axis_names={n for a in range(len(axes.names)) for n in axes.bound(a)},
     )
 
     def run(*args: jax.Array) -> list[jax.Array]:
@@ -79,12 +84,38 @@ def _sharded(planned: Planned, mesh: Mesh) -> Callable[..., list[jax.Array]]:
             for j, (shape, dtype) in enumerate(outs)
         ]
         for j, leaf in enumerate(planned.state):
-            if leaf.auto:
+            if leaf.auto and not axes.groups:
                 named = NamedSharding(mesh, output_specs(planned)[j])
                 out[j] = jax.lax.with_sharding_constraint(out[j], named)
         return out
 
     return run
+
+
+def _divided(mesh: Mesh, axes: Axes) -> Mesh:
+    """The mesh with the last of our axes divided into parts."""
+    if not axes.groups:
+        return mesh
+    shape: dict[str, int] = {}
+    for name, size in mesh.shape.items():
+        if name == axes.names[-1]:
+            shape.update(zip(axes.bound(axes.stored), axes.parts, strict=True))
+        else:
+            shape[name] = size
+    types = (AxisType.Auto,) * len(shape)
+    devices = mesh.devices.reshape(tuple(shape.values()))
+    return Mesh(devices, tuple(shape), axis_types=types)
+
+
+def _bound(sharding: Sharding, axes: Axes) -> PartitionSpec:
+    """The PartitionSpec in the names that `shard_map` binds."""
+    last, parts = axes.names[-1], axes.bound(axes.stored)
+    entries = []
+    for entry in partition_spec(sharding, axes):
+        names = (entry,) if isinstance(entry, str) else entry or ()
+        divided = [n for name in names for n in (parts if name == last else (name,))]
+        entries.append(tuple(divided) or None)
+    return PartitionSpec(*entries)
 
 
 def output_specs(planned: Planned) -> list[PartitionSpec]:

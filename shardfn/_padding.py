@@ -63,7 +63,7 @@ def zero_padding(
     for axis, split in enumerate(sharding):
         if isinstance(split, Split):
             view, dim = viewed(shape, split.dim)
-            inside = is_inside(x.shape, dim, view[dim], (axes.names[axis],))
+            inside = is_inside(x.shape, dim, view[dim], axes.bound(axis))
             zeroed = jnp.where(inside, x, jnp.zeros((), x.dtype))
             x = _compat.with_weak_type(zeroed, jax.typeof(x).weak_type)
     return x

@@ -12,8 +12,14 @@ from typing import TYPE_CHECKING
 
 from shardfn._auto import AutoSplit, part_shape
 from shardfn._control import Control
-from shardfn._reshard import COMMUNICATES, move_elements, move_of, wire_elements
-from shardfn._sharding import Axes, Sharding
+from shardfn._reshard import (
+    COMMUNICATES,
+    devices_of,
+    move_elements,
+    move_of,
+    wire_elements,
+)
+from shardfn._sharding import Axes, Sharding, Split
 
 if TYPE_CHECKING:
     from jax.stages import Compiled
@@ -65,6 +71,11 @@ class Reshard:
     def part_shape(self) -> tuple[int, ...]:
         """Shape of the value over our axes: of one part, if automatic ones split it."""
         return part_shape(self.shape, self.auto)
+
+    @property
+    def keeps_part(self) -> bool:
+        """Whether it leaves each device of a group its part of a whole value."""
+        return any(isinstance(s, Split) and s.group for s in self.path[-1])
 
     @property
     def gathers_state(self) -> bool:
@@ -230,6 +241,7 @@ class Collective:
       name: the name scope that its operations are emitted under (see `line_name`).
       elements: of the value on one device where it is larger, padding included: after
         an all-gather, before a reduce-scatter.
+      devices: how many talk to each other; fewer than the axis has within a group.
       parts: state leaves that move together, and the wire bytes of each; empty if only
         one moves. The shape is then that of their concatenation.
     """
@@ -246,6 +258,7 @@ class Collective:
     fallback: str = ""
     name: str = field(default="", compare=False)
     elements: int = field(default=0, compare=False)
+    devices: int = 0
     parts: tuple[tuple[str, int], ...] = ()
 
     @property
@@ -347,13 +360,14 @@ def line_names(text: str) -> frozenset[str]:
 @dataclass(frozen=True, slots=True)
 class WireMove:
     """One move of a `Reshard` that uses the wire: `index` counts the moves of its path,
-    `axis` the mesh axes; `elements` as in `Collective`."""
+    `axis` the mesh axes; `elements` and `devices` as in `Collective`."""
 
     index: int
     op: str
     axis: int
     elements: int
     wire_bytes: int
+    devices: int
 
 
 def communicating_moves(step: Reshard, axes: Axes) -> Iterator[WireMove]:
@@ -365,4 +379,5 @@ def communicating_moves(step: Reshard, axes: Axes) -> Iterator[WireMove]:
         if op in COMMUNICATES and axes.sizes[axis] > 1:
             elements = move_elements(before, after, step.part_shape, axes)
             sent = wire_elements(before, after, step.part_shape, axes) * step.itemsize
-            yield WireMove(index, op, axis, elements, round(sent))
+            devices = devices_of(before, after, axes)
+            yield WireMove(index, op, axis, elements, round(sent), devices)

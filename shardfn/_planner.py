@@ -94,6 +94,7 @@ def plan_traced(
     """
     names = [leaf_name(leaf.path) for leaf in state]
     control.check(names)
+    asked, control = control, control.on(axes.names[-1], axes.sizes[-1])
     program = make_program(traced.jaxpr)
     program = name_leaves(
         program,
@@ -117,7 +118,7 @@ def plan_traced(
     given, made = [*autos, *[()] * len(batch)], [*autos, *[()] * len(others)]
     body = split_automatically(program, body, given, made)
     body = schedule(program, body, control)
-    return Planned(traced, program, body, state, stored, axes, control)
+    return Planned(traced, program, body, state, stored, axes, asked)
 
 
 def plan_init(

@@ -13,6 +13,7 @@ from shardfn._sharding import (
     Sharding,
     Split,
     Unreduced,
+    along,
     axes_of,
     flat_start,
     is_flat,
@@ -182,8 +183,15 @@ def move_elements(
         )
         return math.prod(scattered) // parts
     if op == "all_gather":
-        return math.prod(local_shape(shape, before, axes)) * axes.sizes[axis]
+        n = along(before, axis, axes)
+        return math.prod(local_shape(shape, before, axes)) * n
     return math.prod(local_shape(shape, before, axes))
+
+
+def devices_of(before: Sharding, after: Sharding, axes: Axes) -> int:
+    """How many devices talk to each other in a move."""
+    _, axis = move_of(before, after)
+    return min(along(before, axis, axes), along(after, axis, axes))
 
 
 def wire_elements(
@@ -193,6 +201,6 @@ def wire_elements(
     op, axis = move_of(before, after)
     if op not in COMMUNICATES:
         return 0.0
-    n = axes.sizes[axis]
+    n = devices_of(before, after, axes)
     trips = 2 if op == "all_reduce" else 1
     return trips * move_elements(before, after, shape, axes) * (n - 1) / n

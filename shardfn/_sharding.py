@@ -5,6 +5,7 @@ In: an array's shape and, per mesh axis, `Split`, `Unreduced` or None (replicate
 Out: the shape on one device and the PartitionSpec.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,10 +31,12 @@ class Split:
       dim: the dimension, or `flat(start)`: the dimensions from `start` on are flattened
         into one, which is padded and split.
       stored: True if the split comes from the stored state, False if from the batch.
+      group: 0, or: every group of so many neighbours along the axis holds the value.
     """
 
     dim: int
     stored: bool = False
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +56,14 @@ class Axes:
     """The mesh axes that are sharded over, major to minor, and their sizes in devices.
 
     `mesh` is all axes of the mesh and their sizes, in its order; empty if not known.
+    `groups` are the sizes of groups of neighbours along the last axis, each dividing
+    the next, within which values may be split; `shard_map` then binds parts of it.
     """
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
     mesh: tuple[tuple[str, int], ...] = ()
+    groups: tuple[int, ...] = ()
 
     @property
     def replicated(self) -> Sharding:
@@ -72,6 +78,21 @@ class Axes:
     @property
     def devices(self) -> int:
         return math.prod(self.sizes)
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Sizes of the parts of the last axis, major to minor."""
+        edges = (1, *self.groups, self.sizes[-1])
+        return tuple(b // a for a, b in reversed([*itertools.pairwise(edges)]))
+
+    def bound(self, axis: int, group: int = 0) -> tuple[str, ...]:
+        """The names that `shard_map` binds for an axis, or for a group along it."""
+        name = self.names[axis]
+        if not self.groups or axis != self.stored:
+            return (name,)
+        parts = [f"{name}__{i}" for i in range(len(self.parts))]
+        at = self.groups.index(group) if group else len(parts) - 1
+        return tuple(parts[len(parts) - 1 - at :])
 
 
 def on_axis(sharding: Sharding, axis: int, state: AxisSharding) -> Sharding:
@@ -88,7 +109,14 @@ def axes_of(sharding: Sharding, dim: int) -> tuple[int, ...]:
 
 def parts_of(sharding: Sharding, dim: int, axes: Axes) -> int:
     """Into how many blocks dimension `dim` is split."""
-    return math.prod(axes.sizes[a] for a in axes_of(sharding, dim))
+    return math.prod(along(sharding, a, axes) for a in axes_of(sharding, dim))
+
+
+def along(sharding: Sharding, axis: int, axes: Axes) -> int:
+    """How many devices along an axis share one value."""
+    state = sharding[axis]
+    group = state.group if isinstance(state, Split) else 0
+    return group or axes.sizes[axis]
 
 
 def is_flat(sharding: Sharding) -> bool:

@@ -54,7 +54,7 @@ class Storage:
 
     def on(self, mesh: Mesh) -> "Storage":
         """The same on another mesh with the same axis names."""
-        axes = axes_over(mesh, self.axes.names)
+        axes = axes_over(mesh, self.axes.names, self.control)
         return Storage(automatic(mesh), mesh, axes, self.min_size, self.control)
 
     def abstract(self, leaves: Sequence[Leaf]) -> list[jax.ShapeDtypeStruct]:
@@ -325,10 +325,11 @@ class Storage:
         return placed
 
 
-def axes_over(mesh: Mesh, names: tuple[str, ...]) -> Axes:
-    """The mesh axes `names` of a mesh."""
+def axes_over(mesh: Mesh, names: tuple[str, ...], control: Control) -> Axes:
+    """The mesh axes `names` of a mesh, the last divided into the groups asked for."""
     sizes = tuple(mesh.shape[n] for n in names)
-    return Axes(names, sizes, tuple(mesh.shape.items()))
+    groups = control.on(names[-1], sizes[-1]).groups
+    return Axes(names, sizes, tuple(mesh.shape.items()), tuple(sorted(groups)))
 
 
 def _placed(states: Any) -> list[jax.Array]:

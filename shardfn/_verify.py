@@ -78,8 +78,7 @@ def verify(plan: Plan, hlo_text: str) -> Verification:
     Returns:
       What the program has for every line, and what it has besides.
     """
-    sizes = dict(zip(plan.axes.names, plan.axes.sizes, strict=True))
-    needs = [_Need(c, sizes[c.axis], c.times or 1) for c in plan.collectives]
+    needs = [_Need(c, c.devices, c.times or 1) for c in plan.collectives]
     found = read_collectives(hlo_text)
     automatic = tuple(c for c in found if _is_automatic(c, plan.axes))
     supplies = [

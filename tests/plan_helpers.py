@@ -148,14 +148,16 @@ _OPS = {
 
 def emitted(sharded: Sharded) -> list[Emitted]:
     """The collectives of the program that JAX is given."""
-    found = []
+    found, axes = [], sharded.plan.axes
+    sizes = dict(sharded.mesh.shape)
+    sizes.update(zip(axes.bound(axes.stored), axes.parts, strict=True))
     for eqn, times, inside in walk(sharded.jaxpr):
         op = _OPS.get(eqn.primitive.name)
         if op is None:
             continue
         names = eqn.params.get("axes") or eqn.params["axis_name"]
         names = (names,) if isinstance(names, str) else names
-        devices = math.prod(sharded.mesh.shape[n] for n in names)
+        devices = math.prod(sizes[n] for n in names)
         whole = eqn.outvars if op == "all_gather" else eqn.invars
         for aval in (atom.aval for atom in whole):
             found.append(
@@ -173,10 +175,9 @@ def emitted_moves(sharded: Sharded) -> Moves:
 
 def planned_moves(plan: shardfn.Plan) -> Moves:
     """The plan's collectives, their sizes recovered from the bytes on the wire."""
-    sizes = dict(zip(plan.axes.names, plan.axes.sizes, strict=True))
     moves: Moves = Counter()
     for c in plan.collectives:
-        n = sizes[c.axis]
+        n = c.devices
         rounds = 2 if c.op == "all_reduce" else 1
         bytes_, rest = divmod(c.wire_bytes * n, (n - 1) * rounds)
         assert not rest, f"{c} does not send a whole number of elements"

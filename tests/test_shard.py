@@ -156,8 +156,8 @@ def test_axes_that_the_step_is_not_sharded_over_are_refused() -> None:
     "option, value, allowed",
     [
         ("shard", 3, "a mesh axis, a tuple of mesh axes, False or None"),
-        ("reshard_after_forward", "yes", "True, False, 'auto'"),
-        ("reshard_after_forward", 1, "True, False, 'auto'"),
+        ("reshard_after_forward", "yes", "True, False, 'auto', a number of devices"),
+        ("reshard_after_forward", 0, "True, False, 'auto', a number of devices"),
         ("gather_dtype", "int8", "None or a floating-point dtype such as 'bfloat16'"),
         ("reduce_dtype", "float33", "None or a floating-point dtype"),
         ("accumulate", True, "'auto', 'scatter', 'defer'"),

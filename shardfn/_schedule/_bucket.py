@@ -12,7 +12,7 @@ from shardfn._control import Control
 from shardfn._plan import Apply, BodyPlan, Ref, Reshard, Step, reads
 from shardfn._program import Program
 from shardfn._reshard import COMMUNICATES, JOINED, moves_of
-from shardfn._sharding import AxisSharding, Unreduced
+from shardfn._sharding import AxisSharding, Split, Unreduced
 
 
 def bucket(program: Program, body: BodyPlan, control: Control) -> BodyPlan:
@@ -212,4 +212,5 @@ def _bytes(step: Reshard) -> int:
 
 
 def _state(state: AxisSharding) -> str:
-    return type(state).__name__
+    group = state.group if isinstance(state, Split) else 0
+    return f"{type(state).__name__} {group}"

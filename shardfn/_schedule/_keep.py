@@ -2,7 +2,8 @@
 
 In: a plan with both passes, its gathers inside scans and remats. Out: the plan, in
 which the forward pass hands out what it gathered (a scan stacks it, layer by layer) and
-the backward pass takes it in place of a gather of its own.
+the backward pass takes it in place of a gather of its own. Or each device keeps a part
+of it, and the backward pass gathers the parts of a group of neighbours.
 
 The two stand in different bodies, so they are matched by where their operand comes
 from: the same leaf, layer by layer, through the same casts and transposes.
@@ -13,10 +14,10 @@ from dataclasses import dataclass, replace
 
 from shardfn._control import Control
 from shardfn._phase import FORWARD
-from shardfn._plan import Apply, BodyPlan, Ref, Reshard, fresh, without_move
+from shardfn._plan import BodyPlan, Ref, Reshard, Step, fresh, without_move
 from shardfn._program import Program
 from shardfn._schedule._origin import Frame, Origin, depth_of
-from shardfn._sharding import Sharding
+from shardfn._sharding import Sharding, Split, on_axis
 
 Place = tuple[int, ...]
 """Indices of the steps that hold a step, and of the step itself."""
@@ -32,6 +33,23 @@ class _Gather:
     place: Place
     move: Reshard
     key: _Key
+    group: int
+
+    @property
+    def part(self) -> Reshard:
+        """The move that leaves a device its part of what this one makes."""
+        whole = self.move.path[-1]
+        splits = [s for s in self.move.path[0] if isinstance(s, Split)]
+        part = on_axis(whole, len(whole) - 1, Split(splits[-1].dim, group=self.group))
+        source = self.move.result
+        return replace(
+            self.move,
+            source=source,
+            result=Ref(source.value, -1 - source.version),
+            path=(whole, part),
+            stored=False,
+            after=None,
+        )
 
 
 def keep(program: Program, body: BodyPlan, control: Control) -> BodyPlan:
@@ -50,14 +68,18 @@ def keep(program: Program, body: BodyPlan, control: Control) -> BodyPlan:
     for found in _gathers(Frame(program), body, control):
         if found.move.phase == FORWARD:
             first.setdefault(found.key, found)
-        elif len(found.place) > 1 and found.key in first:
+        elif found.key in first and (len(found.place) > 1 or found.group):
             kept.append((first[found.key], found))
     versions: dict[Place, Ref] = {}
-    for source, _ in kept:
-        if source.place not in versions:
-            body, versions[source.place] = _export(program, body, source.place)
+    for source, user in kept:
+        if source.place not in versions or len(user.place) == 1:
+            value = user.move.source.value if len(user.place) == 1 else None
+            body, versions[source.place] = _export(program, body, source, value)
     for source, user in reversed(kept):
-        body = _import(program, body, user.place, versions[source.place])
+        body = _import(program, body, user, source, versions[source.place])
+    parted = {source.place: source for source, _ in kept if source.group}
+    for place in sorted(parted, reverse=True):
+        body = _insert(body, place, parted[place])
     return body
 
 
@@ -70,11 +92,14 @@ def _gathers(
         if isinstance(step, Reshard):
             leaf = frame.program.leaf(step.source.value)
             asked = control.of(leaf).reshard_after_forward
-            if asked is not False or not step.gathers_state or step.source.version:
+            group = asked if type(asked) is int else 0
+            if asked is not False and not group:
+                continue
+            if not step.gathers_state or step.source.version:
                 continue
             origin = frame.origin(step.source.value)
             if depth_of(origin) == loops:
-                yield _Gather(at, step, (origin, step.path, step.dtype))
+                yield _Gather(at, step, (origin, step.path, step.dtype), group)
             continue
         node = frame.program.nodes[step.node]
         if node.kind in ("scan", "remat"):
@@ -83,37 +108,66 @@ def _gathers(
             yield from _gathers(inner, step.bodies[0], control, at, depth)
 
 
-def _export(program: Program, body: BodyPlan, place: Place) -> tuple[BodyPlan, Ref]:
-    """The plan handing out what the move at `place` makes, and the version it is
-    here."""
-    step = body.steps[place[0]]
+def _export(
+    program: Program,
+    body: BodyPlan,
+    found: _Gather,
+    value: int | None = None,
+    depth: int = 0,
+) -> tuple[BodyPlan, Ref]:
+    """The plan handing out what a gather leaves, and the version that it is here: one
+    of `value`, if that is given."""
+    index = found.place[depth]
+    step = body.steps[index]
     if isinstance(step, Reshard):
-        return body, step.result
+        return body, found.part.result if found.group else step.result
     node = program.nodes[step.node]
-    inner, inside = _export(node.bodies[0], step.bodies[0], place[1:])
-    outside = fresh(body, node.outputs[0])
+    inner, inside = _export(node.bodies[0], step.bodies[0], found, None, depth + 1)
+    outside = fresh(body, node.outputs[0] if value is None else value)
     inner = replace(inner, exports=(*inner.exports, inside))
     step = replace(step, bodies=(inner,), exports=(*step.exports, outside))
-    return _with_step(body, place[0], step), outside
+    return _with_steps(body, index, step), outside
 
 
-def _import(program: Program, body: BodyPlan, place: Place, ref: Ref) -> BodyPlan:
-    """The plan using version `ref`, made outside, in place of the move at `place`."""
-    step = body.steps[place[0]]
+def _import(
+    program: Program,
+    body: BodyPlan,
+    user: _Gather,
+    source: _Gather,
+    ref: Ref,
+    depth: int = 0,
+) -> BodyPlan:
+    """The plan using version `ref`, made outside, in place of a gather."""
+    index = user.place[depth]
+    step = body.steps[index]
     if isinstance(step, Reshard):
-        return without_move(body, step, ref)
+        if not source.group:
+            return without_move(body, step, ref)
+        again = replace(step, source=ref, path=source.part.path[::-1], after=None)
+        return _with_steps(body, index, again)
     node = program.nodes[step.node]
     inner = step.bodies[0]
     if ref in step.imports:
         inside = inner.imports[step.imports.index(ref)]
     else:
-        inside = fresh(inner, ref.value)
+        is_last = depth + 2 == len(user.place)
+        inside = fresh(inner, user.move.source.value if is_last else ref.value)
         inner = replace(inner, imports=(*inner.imports, inside))
         step = replace(step, imports=(*step.imports, ref))
-    inner = _import(node.bodies[0], inner, place[1:], inside)
-    return _with_step(body, place[0], replace(step, bodies=(inner,)))
+    inner = _import(node.bodies[0], inner, user, source, inside, depth + 1)
+    return _with_steps(body, index, replace(step, bodies=(inner,)))
 
 
-def _with_step(body: BodyPlan, index: int, step: Apply) -> BodyPlan:
-    steps = (*body.steps[:index], step, *body.steps[index + 1 :])
-    return replace(body, steps=steps)
+def _insert(body: BodyPlan, place: Place, found: _Gather) -> BodyPlan:
+    """The plan with a device's part cut behind a gather."""
+    index, *rest = place
+    step = body.steps[index]
+    if isinstance(step, Reshard):
+        return _with_steps(body, index, step, found.part)
+    inner = _insert(step.bodies[0], tuple(rest), found)
+    return _with_steps(body, index, replace(step, bodies=(inner,)))
+
+
+def _with_steps(body: BodyPlan, index: int, *steps: Step) -> BodyPlan:
+    """The plan with others in place of one step."""
+    return replace(body, steps=(*body.steps[:index], *steps, *body.steps[index + 1 :]))

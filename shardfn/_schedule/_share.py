@@ -108,6 +108,8 @@ class _Sharing:
                 self.made[key] = replace(made, last=self.gathered)
                 return
             step = replace(step, after=self.token(step))
+        elif self.is_again(step):
+            step = replace(step, after=self.token(step))
         self.steps.append(step)
         if step.gathers_state:
             self.gathered += math.prod(step.shape) * step.itemsize
@@ -124,6 +126,11 @@ class _Sharing:
         if asked is True and step.phase != made.phase:
             return False
         return self.gathered - made.last <= math.prod(step.shape) * step.itemsize
+
+    def is_again(self, step: Reshard) -> bool:
+        """Whether a move gathers what a group of devices kept of an earlier gather."""
+        splits = [s for s in step.path[0] if isinstance(s, Split)]
+        return not self.unit and any(s.group for s in splits) and step.stored
 
     def token(self, step: Reshard) -> Ref | None:
         """A value that a repeated gather waits for: the newest that existed when the
