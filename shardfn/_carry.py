@@ -116,7 +116,8 @@ class Carries:
 
     def terms(self, k: int, initial: Sharding, whole: bool) -> Sharding:
         """Carry `k` unreduced along every mesh axis if `whole`, else along all but the
-        stored one; as it is if it cannot be split along that."""
+        stored one. One that cannot be split along that is whole on every device anyway,
+        and is unreduced along all of them too."""
         terms = tuple(Unreduced() if n > 1 else None for n in self.axes.sizes)
         stored = self.axes.stored
         if whole and initial[stored] is None:
@@ -127,7 +128,7 @@ class Carries:
         if not isinstance(split, Split) or not can_split(
             shape, others, stored, split, self.axes
         ):
-            return initial
+            return terms if initial[stored] is None else initial
         return on_axis(terms, stored, split)
 
     def join(
@@ -163,7 +164,8 @@ class Carries:
 
 
 def _reduced_into(body: Program, plan: BodyPlan) -> set[int]:
-    """The outputs of a body that are linear in something that the body reduces."""
+    """The outputs of a body that are linear in something that it, or a scan or remat
+    in it, reduces."""
     linear: set[int] = set()
     for step in plan.steps:
         if isinstance(step, Reshard):
@@ -171,6 +173,9 @@ def _reduced_into(body: Program, plan: BodyPlan) -> set[int]:
                 linear.add(step.source.value)
             continue
         node = body.nodes[step.node]
+        if node.kind in ("scan", "remat"):
+            inside = _reduced_into(node.bodies[0], step.bodies[0])
+            linear.update(node.outputs[j] for j in inside)
         if node.rule is None:
             continue
         passing = [node.inputs[i] for group in node.rule.linear for i in group]

@@ -278,14 +278,22 @@ class _Body:
         """Whether a result of control flow may leave it unreduced.
 
         What a loop makes in every iteration may if it is small, and is then reduced
-        once, after the loop. A custom derivative takes cotangents of whole results.
+        once, after the loop; so may gradients that a loop around this one defers. A
+        custom derivative takes cotangents of whole results.
         """
         if node.kind == "custom":
             return False
-        if node.kind != "remat":
+        if node.kind != "remat" and not self.defers(node, value):
             return elements(self.program.avals[value]) < self.solver.small
         axes = range(len(self.solver.axes.names))
         return all((value, axis) not in reviewed.settled for axis in axes)
+
+    def defers(self, node: Node, value: int) -> bool:
+        """Whether `value` is what a scan stacks of a gradient to be deferred."""
+        if node.kind != "scan" or node.outputs.index(value) < node.counts[1]:
+            return False
+        leaf = self.program.leaf(value)
+        return self.solver.control.of(leaf).accumulate == "defer"
 
     def is_settled(self, value: int, reviewed: Reviewed) -> tuple[bool, ...]:
         """Per mesh axis, whether `value` is to be reduced where it is made."""

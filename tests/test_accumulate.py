@@ -87,6 +87,56 @@ def test_replicas_are_reduced_once(asked: str, times: int, integers) -> None:
     assert_exact(case, integers)
 
 
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("asked, times", [("scatter", 2 * PARTS), ("defer", 1)])
+def test_gradients_that_scanned_layers_stack(
+    asked: str, times: int, remat: bool, integers
+) -> None:
+    """A scan over two layers inside of the scan over microbatches."""
+
+    def layered(state, x):
+        def layer(h, w):
+            return h @ w, None
+
+        def loss_fn(state, x):
+            body = jax.checkpoint(layer, prevent_cse=False) if remat else layer
+            return jnp.sum(lax.scan(body, x, state["w"])[0])
+
+        def accumulate(total, part):
+            grads = jax.grad(loss_fn)(state, part)
+            return jax.tree.map(jnp.add, total, grads), None
+
+        zeros = jax.tree.map(jnp.zeros_like, state)
+        grads, _ = lax.scan(accumulate, zeros, x.reshape(PARTS, -1, 16))
+        return jax.tree.map(jnp.subtract, state, grads), ()
+
+    shapes = {"w": (2, 16, 16)}
+    case = shard_fn(layered, cpu_mesh(4), shapes, (32, 16), accumulate=asked)
+    assert sums(case, "w") == {("psum_scatter", "data"): times}
+    assert compiled_moves(case.compile()) == planned_moves(case.plan)
+    state, x = {"w": integers(shapes["w"])}, integers((32, 16))
+    expected, _ = jax.jit(layered)(state, x)
+    new, _ = case.step(case.step.shard(state), x)
+    np.testing.assert_array_equal(expected["w"], case.step.unshard(new)["w"])
+
+
+def test_what_cannot_be_split_is_reduced_once(monkeypatch) -> None:
+    """Each device holds the whole sum either way."""
+    monkeypatch.setattr(_carry, "LOOP_BYTES", 0)
+
+    def biased(state, x):
+        def loss_fn(state):
+            far = jnp.tanh(state["bias"])
+            return jnp.sum(lax.scan(lambda h, w: (h * w + far, None), x, state["w"])[0])
+
+        grads = jax.grad(loss_fn)(state)
+        return jax.tree.map(jnp.subtract, state, grads), ()
+
+    shapes = {"w": (4, 7), "bias": (7,)}
+    case = shard_fn(biased, cpu_mesh(4), shapes, (32, 7))
+    assert sums(case, "bias") == {("all_reduce", "data"): 1}
+
+
 def test_auto_defers_what_is_small_together(monkeypatch) -> None:
     size = 2 * 16 * 32 * 4
     for limit, times in ((size, 1), (size - 1, PARTS)):
