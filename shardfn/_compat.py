@@ -187,18 +187,24 @@ def without_dead_code(closed: Any) -> Any:
     return jaxpr if hasattr(jaxpr, "consts") else core.ClosedJaxpr(jaxpr, consts)
 
 
-def bind_remat(eqn: JaxprEqn, body: Any, *args: jax.Array) -> Sequence[jax.Array]:
+def bind_remat(
+    eqn: JaxprEqn, body: Any, args: Sequence[jax.Array], weights: Sequence[bool]
+) -> Sequence[jax.Array]:
     """Binds `eqn`'s remat primitive with another body, `body(*args)` on local values.
 
     The parameter `differentiated` is what makes its lowering put an optimization
-    barrier around the recomputation, and `jax.checkpoint` cannot set it.
+    barrier around the recomputation, and `jax.checkpoint` cannot set it. A scan's body
+    needs no barrier against common subexpressions, but once the compiler has peeled an
+    iteration it would compute that again early, and hold it meanwhile: there the
+    barrier holds all but `weights`, whose gathers may run ahead.
     """
     closed = jax.make_jaxpr(body)(*args)
     jaxpr, consts = open_jaxpr(closed)
     jaxpr = _private_partial_eval.convert_constvars_jaxpr(jaxpr)
-    params = {**eqn.params, "jaxpr": jaxpr}
-    if isinstance(params["prevent_cse"], tuple):
-        params["prevent_cse"] = any(params["prevent_cse"])
+    asked = eqn.params["prevent_cse"]
+    every = any(asked) if isinstance(asked, tuple) else asked
+    held = every or (*([False] * len(consts)), *(not w for w in weights))
+    params = {**eqn.params, "jaxpr": jaxpr, "prevent_cse": held}
     return eqn.primitive.bind(*consts, *args, **params)
 
 

@@ -245,7 +245,9 @@ class _Run:
     def remat(self, step: Apply, node: Node, operands: Arrays) -> Arrays:
         args = self.entering(step.bodies[0], node.bodies[0], operands)
         args += [self.env[ref] for ref in step.imports]
-        return _compat.bind_remat(node.eqn, self.body(step, node, 0), *args)
+        body = node.bodies[0]
+        moved = [bool(body.leaf(v)) for v in body.inputs] + [True] * len(step.imports)
+        return _compat.bind_remat(node.eqn, self.body(step, node, 0), args, moved)
 
     def custom(self, step: Apply, node: Node, operands: Arrays) -> Arrays:
         args = self.entering(step.bodies[0], node.bodies[0], operands)

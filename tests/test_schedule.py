@@ -299,3 +299,31 @@ def test_schedule_changes_no_bit(loss_fn, monkeypatch) -> None:
         results.append(trail)
     assert bodies[0] != bodies[1], "the passes do something here"
     jax.tree.map(np.testing.assert_array_equal, *results)
+
+
+@pytest.mark.parametrize("prevent_cse", [False, True])
+def test_a_remat_starts_with_the_backward_pass(prevent_cse: bool) -> None:
+    """A barrier ties what a scanned layer computes again to the cotangent: without it,
+    a compiler that peels an iteration off the loop computes that early. The weights are
+    outside of it, unless the user asked for a barrier around all, so that their gathers
+    may run ahead of the layer.
+    """
+
+    def step(w, x):
+        def layer(h, w):
+            return jnp.tanh(h @ w), None
+
+        def loss_fn(w):
+            body = jax.checkpoint(layer, prevent_cse=prevent_cse)
+            return jnp.sum(lax.scan(body, x, w)[0])
+
+        return w - jax.grad(loss_fn)(w), ()
+
+    sharded = shardfn.fully_shard(step, jax.make_mesh((4,), ("data",)), min_size=0)
+    shapes = (3, 16, 16), (8, 16)
+    arguments = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+    text = sharded.lower(*arguments).as_text()
+    (barrier,) = [x for x in text.splitlines() if "optimization_barrier" in x]
+    weight, rows = "tensor<4x16xf32>", "tensor<2x16xf32>"
+    assert barrier.count(rows) == 2
+    assert barrier.count(weight) == prevent_cse
