@@ -1,0 +1,209 @@
+"""Measured rows in; Markdown tables of figures, and of bars passed and missed, out.
+
+A bar is judged twice, beside the best of the baselines of the same case: on `shardfn`
+with no option set, and on `shardfn overlapped` (see `bar_measure`). Nothing is rounded
+before it is compared.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from bar_cases import CASES, CHIPS
+from bar_measure import BASELINES, programs_of
+
+Row = dict[str, Any]
+Rows = dict[str, Row]
+Measured = dict[tuple[str, str], Rows]
+Judged = tuple[str, str, str]
+"""Ours, what it is held against, and `pass` or `MISS`."""
+Verdict = tuple[str, ...]
+"""Bar, case, chip, what it is held against; then ours and `pass` or `MISS`, twice."""
+
+OURS, OVERLAPPED = "shardfn", "shardfn overlapped"
+SHARDED = [name for name in BASELINES if name != "replicas"]
+
+
+def m_of(row: Row) -> int:
+    """M: the bytes of the parameters in bfloat16."""
+    return 2 * row["parameters"]
+
+
+def overlapped(row: Row) -> float:
+    return row["overlapped"] / max(row["wire"], 1)
+
+
+def best(rows: Rows, names: list[str], figure: str) -> tuple[str, float]:
+    """The least figure among baselines that compiled, and whose it is."""
+    found = {n: rows[n][figure] for n in names if figure in rows.get(n, {})}
+    name = min(found, key=lambda n: found[n], default="no baseline")
+    return name, found.get(name, float("inf"))
+
+
+def _verdict(ok: bool) -> str:
+    return "pass" if ok else "MISS"
+
+
+def bar_1(ours: Row, rows: Rows) -> Judged:
+    name, least = best(rows, SHARDED, "wire")
+    m = m_of(ours)
+    ok = ours["wire"] <= min(3 * m, least)
+    held = f"3.000 M; {least / m:.3f} M, {name}"
+    return f"{ours['wire'] / m:.3f} M", held, _verdict(ok)
+
+
+def bar_2(ours: Row, rows: Rows) -> Judged:
+    name, least = best(rows, list(BASELINES), "temp")
+    held = f"0.9 of {least / 2**30:.2f} GiB, {name}"
+    part = f"{ours['temp'] / 2**30:.2f} GiB = {ours['temp'] / least:.2f}"
+    return part, held, _verdict(ours["temp"] <= 0.9 * least)
+
+
+def bar_3(ours: Row, rows: Rows) -> Judged:
+    part = overlapped(ours)
+    others = {n: overlapped(rows[n]) for n in SHARDED if "wire" in rows.get(n, {})}
+    name = max(others, key=lambda n: others[n], default="no baseline")
+    held = f"95%; {others.get(name, 0):.2%}, {name}"
+    return f"{part:.2%}", held, _verdict(part >= 0.95)
+
+
+def bar_5(ours: Row, rows: Rows) -> Judged:
+    took, theirs = ours["seconds"], rows.get("constrained", {}).get("seconds", 0)
+    held = f"1.1 of {theirs:.1f} s, constrained"
+    part = f"{took:.1f} s = {took / theirs:.2f}" if theirs else f"{took:.1f} s"
+    return part, held, _verdict(took <= 1.1 * theirs)
+
+
+def scatters(row: Row) -> float:
+    """How often the gradient of all parameters is summed over devices."""
+    kinds = row["kinds"]
+    summed = (kinds.get(op, {}).get("elements", 0) for op in ("psum_scatter", "psum"))
+    return sum(summed) / row["parameters"]
+
+
+def bar_4(ours: Row, rows: Rows) -> Judged:
+    sums = scatters(ours)
+    others = {n: scatters(rows[n]) for n in SHARDED if "wire" in rows.get(n, {})}
+    name = min(others, key=lambda n: others[n], default="no baseline")
+    held = f"1 reduce-scatter; {others.get(name, 0):.2f}, {name}"
+    return f"{sums:.2f} reduce-scatters", held, _verdict(sums <= 1.005)
+
+
+BARS: dict[int, tuple[str, Callable[[Row, Rows], Judged]]] = {
+    1: ("1 wire", bar_1),
+    2: ("2 peak temp", bar_2),
+    3: ("3 overlapped", bar_3),
+    4: ("4 accumulation", bar_4),
+    5: ("5 lower + compile", bar_5),
+}
+
+
+def verdicts(measured: Measured) -> Iterator[Verdict]:
+    for bar, (title, judge) in BARS.items():
+        for (case, chip), rows in measured.items():
+            if rows and bar in CASES[case].bars:
+                yield title, case, chip, *_twice(case, chip, rows, judge)
+    for chip in CHIPS:
+        yield from bar_6(
+            {
+                CASES[case].devices: rows[OURS]
+                for (case, on), rows in measured.items()
+                if on == chip and 6 in CASES[case].bars and "wire" in rows.get(OURS, {})
+            },
+            chip,
+        )
+
+
+def _twice(
+    case: str, chip: str, rows: Rows, judge: Callable[[Row, Rows], Judged]
+) -> tuple[str, ...]:
+    missing = set(programs_of(CASES[case], chip)) - set(rows)
+    if missing:
+        return (f"{len(missing)} programs not measured", "", "?", "", "")
+    names = [n for n in rows if n.startswith(OURS)]
+    asked = [OVERLAPPED] if OVERLAPPED in names else []
+    first = "shardfn defer" if "shardfn defer" in names else OURS
+    held, found = "", []
+    for name in (first, *asked):
+        if "error" in rows[name]:
+            found += [rows[name]["error"], _verdict(False)]
+            continue
+        part, held, verdict = judge(rows[name], rows)
+        found += [part, verdict]
+    return (held, *found, *[""] * (4 - len(found)))
+
+
+def bar_6(rows: dict[int, Row], chip: str) -> Iterator[Verdict]:
+    """What grows from the fewest devices to the most."""
+    if len(rows) < 2:
+        return
+    few, many = min(rows), max(rows)
+    case = f"gpt-0.9b, {few} to {many}"
+    for title, figure, limit in (
+        ("6 program", "instructions", 1.0),
+        ("6 compile time", "seconds", 1.2),
+        ("6 wire", "wire", 1.0),
+    ):
+        first, most = rows[few][figure], max(r[figure] for r in rows.values())
+        held = f"{limit} of that on {few} devices"
+        if figure == "wire":
+            ring = (1 - 1 / many) / (1 - 1 / few)
+            held += f"; a ring's (n-1)/n alone is {ring:.3f}"
+        part = f"{most / first:.3f}"
+        yield title, case, chip, held, part, _verdict(most <= limit * first), "", ""
+
+
+def bar_7(run: dict[str, Any]) -> Verdict:
+    ratios = {n: r for n, r in run["ratios"].items() if n != OURS}
+    name = max(ratios, key=lambda n: ratios[n])
+    seconds = run["seconds"]
+    ours = f"{1e3 * seconds[OURS]:.0f} ms = {ratios[name]:.3f}"
+    held = f"1.0 of {1e3 * seconds[name]:.0f} ms, {name}"
+    verdict = _verdict(ratios[name] <= 1)
+    return "7 step time", "8 CPU devices", "", held, ours, verdict, "", ""
+
+
+def verdicts_table(measured: Measured, run: dict[str, Any]) -> str:
+    found = [*verdicts(measured), *([bar_7(run)] if "ratios" in run else [])]
+    head = ("bar", "case", "chip", "held against", *("shardfn", ""), *(OVERLAPPED, ""))
+    passed = [sum(v[at] == "pass" for v in found) for at in (5, 7)]
+    judged = [sum(v[at] in ("pass", "MISS") for v in found) for at in (5, 7)]
+    text = (
+        f"{markdown(head, found)}\n\n{passed[0]} of {judged[0]} pass; "
+        f"with {OVERLAPPED} {passed[1]} of {judged[1]}."
+    )
+    absent = [
+        f"{case} on {chip}" for (case, chip), rows in measured.items() if not rows
+    ]
+    return f"{text} Not measured: {', '.join(absent)}." if absent else text
+
+
+def rows_table(measured: Measured) -> str:
+    """Every figure of every program."""
+    head = (
+        *("case", "chip", "program", "wire / M", "overlapped", "temp GiB"),
+        *("seconds", "gathers", "scatters", "all-reduces", "instructions"),
+    )
+    lines = []
+    for (case, chip), rows in measured.items():
+        for name, row in rows.items():
+            if "error" in row:
+                lines.append((case, chip, name, row["error"], *[""] * 7))
+                continue
+            kinds = row["kinds"]
+            counts = (
+                str(kinds.get(op, {}).get("runs", 0))
+                for op in ("all_gather", "psum_scatter", "psum")
+            )
+            lines.append(
+                (
+                    *(case, chip, name, f"{row['wire'] / m_of(row):.3f}"),
+                    *(f"{overlapped(row):.1%}", f"{row['temp'] / 2**30:.2f}"),
+                    *(f"{row['seconds']:.1f}", *counts, str(row["instructions"])),
+                )
+            )
+    return markdown(head, lines)
+
+
+def markdown(head: tuple[str, ...], lines: list[tuple[str, ...]]) -> str:
+    text = [head, ("---",) * len(head), *lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in text)
