@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import jax
 
-from shardfn import _compat
+from shardfn import _compat, _processes
 from shardfn._errors import ShardingError, call_site, called
 
 Asked = Mapping[str, Any] | Literal[False] | None
@@ -95,9 +95,7 @@ def compiler_options(
       ShardingError: the user names an option that it does not know, or a value that the
         option does not take.
     """
-    own = (d for d in devices if d.process_index == jax.process_index())
-    device = next(own, devices[0])
-    hosts = {d.process_index for d in devices}
+    device = _processes.reachable(devices)
     given = dict(asked or {})
     wanted = {name: value for name, value in given.items() if value is not None}
     platform = "gpu" if device.platform in _GPUS else device.platform
@@ -107,7 +105,7 @@ def compiler_options(
         for option in OPTIONS
         if option.platform == platform
         and (ahead or not option.ahead)
-        and (len(hosts) > 1 or not option.hosts)
+        and (_processes.span(devices) > 1 or not option.hosts)
         and settled.isdisjoint((*dict(option.spellings), *option.settled_by))
     ]
     if wanted and (refused := refusal(device, _frozen(wanted))):

@@ -7,6 +7,7 @@ know to place and write its own part. No plan depends on it (see tests/test_laws
 import difflib
 import hashlib
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -34,6 +35,17 @@ def count() -> int:
 def own_device() -> Any:
     """The first device of this process."""
     return jax.local_devices()[0]
+
+
+def reachable(devices: Sequence[Any]) -> Any:
+    """The first of some devices that is this process's; of absent ones the first."""
+    own = (device for device in devices if device.process_index == index())
+    return next(own, devices[0])
+
+
+def span(devices: Sequence[Any]) -> int:
+    """How many processes some devices belong to."""
+    return len({device.process_index for device in devices})
 
 
 def own_directory() -> dict[str, Any]:
