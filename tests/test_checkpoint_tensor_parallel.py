@@ -78,10 +78,17 @@ def whole() -> Any:
 
 @pytest.fixture(scope="module")
 def states(steps, whole) -> dict[str, Any]:
-    return {
-        name: whole if step is None else step.init(partial(create, step.mesh))
-        for name, step in steps.items()
-    }
+    """The same bits on every mesh: XLA may round a random number's logarithm otherwise
+    in another program."""
+
+    def placed(step: shardfn.ShardedStep) -> Any:
+        params = whole["params"]
+        if "model" in step.mesh.axis_names:
+            split = {k: NamedSharding(step.mesh, spec) for k, spec in SPECS.items()}
+            params = jax.device_put(params, split)
+        return step.shard(whole | {"params": params})
+
+    return {k: whole if step is None else placed(step) for k, step in steps.items()}
 
 
 @pytest.fixture(scope="module")
