@@ -101,9 +101,10 @@ class _Run:
     def run_part(self, args: Sequence[jax.Array | None]) -> list[jax.Array]:
         """What a plan that runs ahead exports, from the arguments that are known."""
         self.constants()
-        for value, arg in zip(self.program.inputs, args, strict=True):
+        inputs = (*map(Ref, self.program.inputs), *self.plan.imports)
+        for ref, arg in zip(inputs, args, strict=True):
             if arg is not None:
-                self.env[Ref(value)] = arg
+                self.env[ref] = arg
         for index, step in enumerate(self.plan.steps):
             if isinstance(step, Reshard):
                 self.reshard(index)
@@ -116,6 +117,7 @@ class _Run:
                 self.read(ref, atom) if ref is None or ref in self.env else None
                 for ref, atom in zip(step.operands, node.inputs, strict=True)
             ]
+            known += [self.env.get(ref) for ref in step.imports]
             made = self.part(step, node, step.bodies[0]).run_part(known)
             self.env.update(zip(step.exports, made, strict=True))
         return [self.env[ref] for ref in self.plan.exports]
@@ -276,13 +278,13 @@ class _Run:
 
         def part(ahead: Ahead) -> Part:
             used = {ref for s in ahead.part.steps for ref in reads(s)}
-            scanned = body.inputs[n_xs:]
+            scanned = (*map(Ref, body.inputs[n_xs:]), *ahead.part.imports)
             return Part(
                 ahead.lead,
                 lambda slices: self.part(step, node, ahead.part).run_part(
-                    [*consts, *[None] * n_carry, *slices[: len(scanned)]]
+                    [*consts, *[None] * n_carry, *slices]
                 ),
-                frozenset(i for i, v in enumerate(scanned) if Ref(v) in used),
+                frozenset(i for i, ref in enumerate(scanned) if ref in used),
             )
 
         run_scan = lax.scan

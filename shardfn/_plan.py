@@ -176,8 +176,8 @@ class BodyPlan:
 class Ahead:
     """Steps of a scan's body that run `lead` iterations ahead of the others.
 
-    `part` reads only what the scan goes through and its constants; it has no outputs,
-    only exports.
+    `part` reads only what the scan goes through, its constants and what is imported; it
+    has no outputs, only exports.
     """
 
     lead: int

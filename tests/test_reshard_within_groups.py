@@ -102,6 +102,16 @@ def test_leaves_have_their_own_groups_and_other_options() -> None:
     case = sharded("scan_remat", asked, **options)
     assert within(case.plan, 4) == {("backward", "up")}
     assert within(case.plan, 2) == {("backward", "down")}
+    gathered = [
+        (c.phase, c.path, c.times)
+        for c in case.plan.collectives
+        if c.op == "all_gather" and c.path.startswith("layers")
+    ]
+    assert gathered == [
+        ("forward", "layers/{up, down}", LAYERS + 1),
+        ("backward", "layers/up", LAYERS + 1),
+        ("backward", "layers/down", LAYERS + 1),
+    ]
     assert emitted_moves(case) == planned_moves(case.plan)
     again = sharded("scan_remat", True, gather_dtype="bfloat16")
     jax.tree.map(np.testing.assert_array_equal, run(case, 1), run(again, 1))

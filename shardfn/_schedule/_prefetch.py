@@ -35,6 +35,7 @@ def prefetch(program: Program, body: BodyPlan, control: Control) -> BodyPlan:
                 scanned = node.bodies[0].inputs[sum(node.counts) :]
                 constants = node.bodies[0].inputs[: node.counts[0]]
                 given = [Ref(v) for v in (*constants, *scanned)]
+                given += step.bodies[0].imports
                 step = _scan(node.bodies[0], step, given, control)
         steps.append(step)
     return replace(body, steps=tuple(steps))
@@ -48,6 +49,7 @@ def _scan(
     for lead in sorted(_leads(program, body, control)):
         part, body = _Part(program, body, control, lead).take(given)
         if part.exports:
+            part = replace(part, imports=step.bodies[0].imports)
             ahead.append(Ahead(lead, part))
     return replace(step, bodies=(body,), ahead=tuple(ahead))
 
@@ -91,7 +93,9 @@ class _Part:
             steps=tuple(self.rest),
             imports=(*self.body.imports, *self.exports),
         )
-        part = BodyPlan((), self.needed(), (), (), exports=tuple(self.exports))
+        part = BodyPlan(
+            (), self.needed(), (), (), self.body.imports, tuple(self.exports)
+        )
         return part, rest
 
     def move(self, step: Reshard, known: set[Ref]) -> None:
@@ -114,8 +118,9 @@ class _Part:
 
     def remat(self, step: Apply, program: Program, known: set[Ref]) -> Apply:
         """A remat that imports what its body gathered, if that can run ahead."""
-        operands = zip(program.inputs, step.operands, strict=True)
-        given = [Ref(v) for v, ref in operands if ref in known]
+        inputs = (*map(Ref, program.inputs), *step.bodies[0].imports)
+        operands = zip(inputs, (*step.operands, *step.imports), strict=True)
+        given = [inside for inside, ref in operands if ref in known]
         inner = _Part(program, step.bodies[0], self.control, self.lead)
         part, rest = inner.take(given)
         if not part.exports:
@@ -125,9 +130,7 @@ class _Part:
             whole = replace(self.body, imports=(*self.body.imports, *self.exports))
             made.append(fresh(whole, self.program.nodes[step.node].outputs[0]))
             self.exports.append(made[-1])
-        self.ahead.append(
-            replace(step, bodies=(part,), imports=(), exports=tuple(made))
-        )
+        self.ahead.append(replace(step, bodies=(part,), exports=tuple(made)))
         return replace(step, bodies=(rest,), imports=(*step.imports, *made))
 
     def needed(self) -> tuple[Step, ...]:
