@@ -28,8 +28,11 @@ pytestmark = [
 STEPS = 2
 RATE = 1e-2
 TOL = 1e-5
-# The state of a line search holds differences of losses.
-DIFFERENCES_TOL = 1e-4
+# The state of a line search holds differences of losses; GaLore's is projected onto
+# singular vectors of the gradient, which half a unit of rounding in the batch moves by
+# 6e-6 on one device too.
+SENSITIVE_TOL = 1e-4
+SENSITIVE = ("linesearch", "lbfgs", "galore")
 # A matrix, a vector that 8 does not divide, a scalar.
 SHAPES = {"w": (8, 12), "b": (13,), "s": ()}
 
@@ -269,7 +272,7 @@ def test_updates_as_on_one_device(name: str) -> None:
     step = shardfn.fully_shard(train_step, make_mesh("8"), min_size=8, strict=True)
     state = step.shard(plain_state)
     assert not jax.tree.leaves(state)[0].sharding.is_fully_replicated
-    tol = DIFFERENCES_TOL if "linesearch" in name or name == "lbfgs" else TOL
+    tol = SENSITIVE_TOL if any(part in name for part in SENSITIVE) else TOL
     for k in range(STEPS):
         plain_state, plain_loss = plain(plain_state, make_batch(k))
         state, loss = step(state, make_batch(k))
