@@ -7,6 +7,7 @@ ones in every run, and prints a failure as the smallest program that still fails
 import os
 import warnings
 
+import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from language import Program
 from oracle import assert_same_steps
@@ -18,6 +19,8 @@ import shardfn
 LONG = int(os.environ.get("SHARDFN_FUZZ", "0"))
 
 
+# A program takes about a second, and a smallest one that fails some minutes to find.
+@pytest.mark.timeout(900 + 30 * LONG)
 @settings(
     max_examples=LONG or 50,
     derandomize=not LONG,
