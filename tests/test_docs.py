@@ -107,6 +107,8 @@ def test_fully_shard_has_an_example() -> None:
 @pytest.mark.parametrize("name", modules_with_examples())
 def test_examples_run(name: str) -> None:
     assert jax.device_count() == 8
+    if name == "shardfn.targets" and (reason := shardfn.targets.missing("h100:8")):
+        pytest.skip(reason)
     failed, tried = doctest.testmod(import_module(name))
     assert tried and not failed
 
