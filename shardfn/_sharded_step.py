@@ -37,7 +37,7 @@ from shardfn._trace import leaked_tracer
 VERIFY = ("off", "warn", "error")
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class ShardedStep:
     """A training step on a sharded state; `fully_shard` makes it, and it is called like
     the step that it was made from.
@@ -51,6 +51,12 @@ class ShardedStep:
     verify: str = "off"
     _ready: dict[Any, Ready] = field(default_factory=dict, repr=False)
     _verified: set[Any] = field(default_factory=set, repr=False)
+
+    def __repr__(self) -> str:
+        sizes = zip(self.storage.axes.names, self.storage.axes.sizes, strict=True)
+        over = ", ".join(f"{axis}={size}" for axis, size in sizes)
+        name = getattr(self.plain.step, "__name__", "step")
+        return f"ShardedStep({name} over {over})"
 
     @property
     def plain(self) -> PlainStep:

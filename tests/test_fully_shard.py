@@ -213,6 +213,7 @@ def test_the_step_is_traced_once_per_shapes() -> None:
 
 def test_the_compiled_step_is_reused(shared) -> None:
     state, _ = shared(shared.init(make_state), X)
+    assert repr(shared) == f"ShardedStep({shared.__name__} over data=8)"
     ((key, jitted),) = shared.programs._jitted.items()
     size = jitted._cache_size()
     shared(shared(state, X)[0], X)

@@ -1,6 +1,8 @@
 """SIGTERM and Ctrl-C: a run under way saves first, any other ends at once, with 0."""
 
+import os
 import signal
+import sys
 from types import FrameType
 from typing import Any
 
@@ -30,7 +32,10 @@ class Stopping:
 
     def take_note(self, number: int, frame: FrameType | None) -> None:
         if not self.training:
-            raise SystemExit(0)
+            # Python's own way out runs while XLA's threads compile, and crashes.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
         if self.asked and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.asked = True

@@ -61,8 +61,10 @@ def main(config: Config) -> Report | None:
             config, on, batches, folder, saves, stopping
         )
         if trained.number < config.steps:
-            saved = "saved; the same command goes on" if config.save_every else "lost"
-            print(f"stopped after step {trained.number}, {saved}")
+            again = f"saved; it goes on with --run-dir {folder}"
+            lost = "lost, since --save-every is 0"
+            end = again if config.save_every else lost
+            print(f"stopped after step {trained.number}, {end}")
             return None
         saves.wait()
         stopping.training = False
