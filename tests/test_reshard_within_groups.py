@@ -142,7 +142,8 @@ def test_a_scan_stacks_the_parts() -> None:
         for k in (True, 4, False)
     }
     whole = temporary[False] - temporary[True]
-    assert whole == pytest.approx(LAYERS * WHOLE, rel=0.05)
+    # jax 0.10.2's CPU compiler also stacks copies of them, 0.12 reuses 64 bytes.
+    assert 0.95 * LAYERS * WHOLE <= whole <= 2 * LAYERS * WHOLE
     assert 0.9 * whole / 4 <= temporary[4] - temporary[True] <= 1.2 * whole / 4
 
 
