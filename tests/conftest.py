@@ -21,10 +21,20 @@ import jax
 import numpy as np
 import pytest
 
+from shardfn import targets
+
 jax.config.update("jax_num_cpu_devices", 8)
 # The persistent compilation cache stays off: a fresh clone starts with an empty one,
 # and a test that reads compiled programs has to read what this JAX compiles now.
 jax.config.update("jax_enable_compilation_cache", False)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips a test that is marked `aot(target)` where that compiler is missing."""
+    for mark in item.iter_markers("aot"):
+        (target,) = mark.args
+        if reason := targets.missing(target):
+            pytest.skip(reason)
 
 
 @pytest.fixture(autouse=True)

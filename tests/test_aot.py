@@ -8,6 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import pytest
+from compilers import aot
 from plan_helpers import (
     Moves,
     Sharded,
@@ -21,7 +22,7 @@ from programs import gpt
 from shardfn import targets
 from shardfn._hlo import read_collectives, wire_bytes
 
-pytestmark = [pytest.mark.aot, pytest.mark.standard_promotion]
+pytestmark = pytest.mark.standard_promotion
 
 H100, V5E = "h100:8", "tpu:v5e:2x4"
 ROWS, LENGTH, WIDTH, HIDDEN, VOCAB = 24, 128, 256, 1024, 1024
@@ -31,12 +32,6 @@ MODELS = {
     "scan_remat": dict(scan=True, remat=True, layers=4, broadcast_mask=True),
     "unrolled": dict(layers=2),
 }
-
-
-def target(name: str):
-    """A target, skipped where its compiler is not installed."""
-    reason = targets.missing(name)
-    return pytest.param(name, marks=pytest.mark.skipif(bool(reason), reason=reason))
 
 
 def make(
@@ -69,13 +64,13 @@ def kept_in_part(compiled: Moves, planned: Moves) -> Moves:
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("name", [target(H100), target(V5E)])
+@pytest.mark.parametrize("name", [aot(H100), aot(V5E)])
 def test_the_plan_is_compiled(model: str, name: str) -> None:
     """Every gather of the plan, forward and backward, and every sum; nothing else."""
     assert_compiled(make(model, name), name)
 
 
-@pytest.mark.parametrize("name", [target(H100), target(V5E)])
+@pytest.mark.parametrize("name", [aot(H100), aot(V5E)])
 def test_kept_gathers_ahead_and_wide_sums_are_compiled(name: str) -> None:
     """Layers are gathered one ahead, in the forward pass alone, and gradients move as
     float32."""
@@ -88,7 +83,7 @@ def test_kept_gathers_ahead_and_wide_sums_are_compiled(name: str) -> None:
     assert_compiled(sharded, name)
 
 
-@pytest.mark.parametrize("name", [target(H100), target(V5E)])
+@pytest.mark.parametrize("name", [aot(H100), aot(V5E)])
 def test_repeated_gathers_in_a_narrow_dtype_are_compiled(name: str) -> None:
     """No gather is merged with one of the forward pass, and none moves float32."""
     options = dict(reshard_after_forward=True, gather_dtype="bfloat16")

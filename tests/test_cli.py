@@ -20,10 +20,6 @@ from shardfn._cli import main
 ROOT = Path(__file__).parents[1]
 H100 = "h100:8"
 
-needs_h100 = pytest.mark.skipif(
-    bool(targets.missing(H100)), reason=targets.missing(H100)
-)
-
 MODULE = """
 import jax, jax.numpy as jnp, shardfn
 
@@ -84,8 +80,7 @@ def test_without_a_target_the_plan_is_printed(file, capsys) -> None:
     assert "mesh data=8" in printed and "all_gather" in printed
 
 
-@pytest.mark.aot
-@needs_h100
+@pytest.mark.aot(H100)
 def test_a_target_gives_a_report_and_a_page(file, capsys, tmp_path) -> None:
     main(["plan", f"{file}:plain", "--target", H100, "--check"])
     out, err = capsys.readouterr()
@@ -107,8 +102,7 @@ def test_a_target_gives_a_report_and_a_page(file, capsys, tmp_path) -> None:
     assert max(b for _, b in data["memory"]["live"]) == data["memory"]["highest"]
 
 
-@pytest.mark.aot
-@needs_h100
+@pytest.mark.aot(H100)
 def test_mesh_shape_and_page_are_options(file, capsys, tmp_path) -> None:
     page = tmp_path / "page.html"
     argv = ["plan", f"{file}:local", "--target", "h100:8", "--html", str(page)]
@@ -120,9 +114,8 @@ def test_mesh_shape_and_page_are_options(file, capsys, tmp_path) -> None:
     )
 
 
-@pytest.mark.aot
+@pytest.mark.aot(H100)
 @pytest.mark.slow
-@needs_h100
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("example", ["quickstart.py", "lm_pretrain/train.py"])
 def test_the_examples_can_be_planned(example, tmp_path, monkeypatch, capsys) -> None:
@@ -140,8 +133,7 @@ def test_the_examples_can_be_planned(example, tmp_path, monkeypatch, capsys) -> 
         }
 
 
-@pytest.mark.aot
-@needs_h100
+@pytest.mark.aot(H100)
 @pytest.mark.skipif(not shutil.which("chromium"), reason="chromium is not installed")
 def test_a_browser_draws_the_page(file, tmp_path) -> None:
     page = tmp_path / "page.html"

@@ -8,14 +8,11 @@ import pytest
 from jax.sharding import AxisType
 
 import shardfn
-from shardfn import _compiler_options, targets
+from shardfn import _compiler_options
 from shardfn._compiler_options import Option, compiler_options, set_elsewhere
 
 LIMIT = "xla_gpu_experimental_parallel_collective_overlap_limit"
 HIDING = ("xla_gpu_enable_latency_hiding_scheduler", True)
-needs_h100 = pytest.mark.skipif(
-    bool(targets.missing("h100:8")), reason=targets.missing("h100:8")
-)
 STEP = {"min_size": 0, "donate": False}
 
 
@@ -151,8 +148,7 @@ def test_what_cannot_be_asked(asked):
     assert "compiler_options={'xla_x': 1} needs a mesh: without one" in str(error.value)
 
 
-@pytest.mark.aot
-@needs_h100
+@pytest.mark.aot("h100:8")
 def test_the_report_shows_what_the_compiler_was_told(monkeypatch):
     args = jax.ShapeDtypeStruct((256, 64), "float32"), jnp.ones((16, 256))
     step = shardfn.fully_shard(train_step, cpus(), min_size=0)

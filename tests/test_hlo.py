@@ -5,6 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import pytest
+from compilers import aot
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -19,13 +20,6 @@ from shardfn._hlo import (
 )
 
 H100, V5E = "h100:8", "tpu:v5e:2x4"
-
-
-def aot(name: str, *values: object):
-    """A parameter that needs a compiler; skipped, and listed, where it is missing."""
-    reason = targets.missing(name)
-    marks = [pytest.mark.aot, pytest.mark.skipif(bool(reason), reason=reason)]
-    return pytest.param(name, *values, marks=marks)
 
 
 def mesh_of(target: str, names: tuple[str, ...], shape: tuple[int, ...]) -> Mesh:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from compilers import aot
 from jax.sharding import NamedSharding, PartitionSpec
 from parity import make_mesh
 
@@ -113,9 +114,7 @@ def shards(step: shardfn.ShardedStep, init) -> int:
 LEAF = 4 * 512 * 257
 
 
-@pytest.mark.parametrize(
-    "where", ["cpu", pytest.param("h100:8", marks=pytest.mark.aot)]
-)
+@pytest.mark.parametrize("where", ["cpu", aot("h100:8")])
 def test_a_device_holds_its_shards_and_the_largest_leaf(where, monkeypatch) -> None:
     monkeypatch.setattr(_init, "SMALL", 0)
     mesh = make_mesh("8") if where == "cpu" else targets.mesh(where, ("data",), None)
@@ -128,9 +127,7 @@ def test_a_device_holds_its_shards_and_the_largest_leaf(where, monkeypatch) -> N
         assert [(n, temporary < 2**14) for n, _, temporary in found] == [(6, True)]
 
 
-@pytest.mark.parametrize(
-    "where", ["cpu", pytest.param("h100:8", marks=pytest.mark.aot)]
-)
+@pytest.mark.parametrize("where", ["cpu", aot("h100:8")])
 def test_leaves_that_are_made_whole_are_made_one_by_one(where, monkeypatch) -> None:
     """A decomposition is not made in parts, and needs room of its own."""
     monkeypatch.setattr(_init, "SMALL", 0)

@@ -5,10 +5,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
+from compilers import aot
 from plan_helpers import cpu_mesh
 
 import shardfn
-from shardfn import targets
 
 WIDTH, HIDDEN, LAYERS = 512, 1024, 3
 
@@ -46,24 +46,12 @@ BATCH = abstract(ROWS, WIDTH, dtype=jnp.bfloat16)
 STEP = shardfn.fully_shard(train_step, cpu_mesh(8))
 
 
-def compiler(name: str):
-    reason = targets.missing(name)
-    marks = [pytest.mark.aot, pytest.mark.skipif(bool(reason), reason=reason)]
-    return pytest.param(name, marks=marks)
-
-
-needs_h100 = pytest.mark.skipif(
-    bool(targets.missing("h100:8")), reason=targets.missing("h100:8")
-)
-
-
 @pytest.fixture(scope="module")
 def h100() -> shardfn.Report:
     return STEP.on("h100:1x2x8", STATE, BATCH)
 
 
-@pytest.mark.aot
-@needs_h100
+@pytest.mark.aot("h100:8")
 def test_a_report_says_what_the_compiled_step_takes(h100) -> None:
     n, weights = 16, 2 * LAYERS * WIDTH * HIDDEN
     assert h100.plan.axes.sizes == (n,)
@@ -82,8 +70,7 @@ def test_a_report_says_what_the_compiled_step_takes(h100) -> None:
     assert sum(h100.flops.run.values()) > 6 * LAYERS * layer
 
 
-@pytest.mark.aot
-@needs_h100
+@pytest.mark.aot("h100:8")
 def test_the_estimate_adds_up(h100) -> None:
     assert h100.exposed_seconds <= h100.transfer_seconds
     for part in (h100.compute_seconds, h100.memory_seconds, h100.exposed_seconds):
@@ -101,8 +88,7 @@ def test_the_estimate_adds_up(h100) -> None:
     assert h100.transfer_seconds == pytest.approx(sent / 400e9, rel=1e-3)
 
 
-@pytest.mark.aot
-@needs_h100
+@pytest.mark.aot("h100:8")
 def test_a_report_prints_and_is_frozen(h100) -> None:
     text = str(h100)
     assert text.startswith("train_step on h100:1x2x8: 16 devices, mesh data=16\n")
@@ -115,8 +101,7 @@ def test_a_report_prints_and_is_frozen(h100) -> None:
         h100.step = "other"
 
 
-@pytest.mark.aot
-@needs_h100
+@pytest.mark.aot("h100:8")
 def test_what_does_not_fit_is_said() -> None:
     huge = {"w": abstract(2**18, 2**18)}
     step = shardfn.fully_shard(
@@ -127,7 +112,7 @@ def test_what_does_not_fit_is_said() -> None:
     assert "XLA_PYTHON_CLIENT_MEM_FRACTION" in str(report)
 
 
-@pytest.mark.parametrize("name", [compiler("tpu:v5e:2x4")])
+@pytest.mark.parametrize("name", [aot("tpu:v5e:2x4")])
 def test_a_tpu_report(name) -> None:
     report = STEP.on(name, STATE, BATCH)
     assert report.verification.extra == ()
@@ -144,8 +129,7 @@ def test_a_tpu_report(name) -> None:
     assert "was called at test_report.py:" in message
 
 
-@pytest.mark.aot
-@needs_h100
+@pytest.mark.aot("h100:8")
 def test_stages_are_told_as_they_start() -> None:
     stages: list[str] = []
     tiny = shardfn.fully_shard(lambda w, x: (w, x @ w), cpu_mesh(8), min_size=8)
@@ -158,8 +142,7 @@ def test_stages_are_told_as_they_start() -> None:
     assert report.state[0].shape == (64, 60)
 
 
-@pytest.mark.aot
-@needs_h100
+@pytest.mark.aot("h100:8")
 def test_several_mesh_axes_need_sizes() -> None:
     step = shardfn.fully_shard(
         train_step, cpu_mesh(2, 4), axis=("replica", "data"), min_size=8

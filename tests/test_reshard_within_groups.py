@@ -147,8 +147,7 @@ def test_a_scan_stacks_the_parts() -> None:
     assert 0.9 * whole / 4 <= temporary[4] - temporary[True] <= 1.2 * whole / 4
 
 
-@pytest.mark.aot
-@pytest.mark.skipif(bool(targets.missing("h100:8")), reason=targets.missing("h100:8"))
+@pytest.mark.aot("h100:8")
 def test_unrolled_layers_keep_parts_and_no_whole_weight() -> None:
     width, hidden, layers, rows = 1024, 4096, 8, 512
 

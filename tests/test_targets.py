@@ -5,6 +5,7 @@ import os
 import jax
 import jax.numpy as jnp
 import pytest
+from compilers import aot
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -17,13 +18,6 @@ KNOWN = (
     "Examples: a100:8, h100:8, h100:1x8x8, h200:8, b200:8, tpu:v5e:2x4, "
     "tpu:v5p:4x4x4, ..."
 )
-
-
-def aot(name: str, *values: object):
-    """A parameter that needs a compiler; skipped, and listed, where it is missing."""
-    reason = targets.missing(name)
-    marks = [pytest.mark.aot, pytest.mark.skipif(bool(reason), reason=reason)]
-    return pytest.param(name, *values, marks=marks)
 
 
 @pytest.mark.parametrize(

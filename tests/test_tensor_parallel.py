@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilers import aot
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -180,13 +181,6 @@ def over_data(found: Sequence[HloCollective], mesh: Mesh) -> list[HloCollective]
     return kept
 
 
-def target(name: str) -> Any:
-    """A target, skipped where its compiler is not installed."""
-    reason = targets.missing(name)
-    marks = [pytest.mark.aot, pytest.mark.skipif(bool(reason), reason=reason)]
-    return pytest.param(name, marks=marks)
-
-
 def dots(text: str) -> set[tuple[int, ...]]:
     """Shapes of the matrix products of a compiled program, sizes of 1 left out."""
     found = re.findall(r"= \w+\[([\d,]+)\]\S* dot\(", text)
@@ -199,7 +193,7 @@ def without_gathers(moves: Moves) -> Moves:
 
 
 @pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scan"])
-@pytest.mark.parametrize("name", ["cpu", target("h100:8")])
+@pytest.mark.parametrize("name", ["cpu", aot("h100:8")])
 def test_the_plan_is_compiled(name: str, scan: bool) -> None:
     """Over `data` each device sends what the plan says, of its part; matrix products
     are of parts too, and over `model` only activations are summed, as by Megatron."""

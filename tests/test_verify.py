@@ -9,6 +9,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import pytest
+from compilers import aot
 from jax import lax
 from plan_helpers import CPU_MERGES_GATHERS, QUICK, Sharded, cpu_mesh, shard_fn
 
@@ -226,13 +227,7 @@ def without_barriers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_emit, "barrier", lambda *values: values)
 
 
-def compiler(name: str):
-    reason = targets.missing(name)
-    marks = [pytest.mark.aot, pytest.mark.skipif(bool(reason), reason=reason)]
-    return pytest.param(name, marks=marks)
-
-
-@pytest.mark.parametrize("name", ["cpu", compiler("h100:8"), compiler("tpu:v5e:2x4")])
+@pytest.mark.parametrize("name", ["cpu", aot("h100:8"), aot("tpu:v5e:2x4")])
 def test_gathers_that_the_compiler_merged_are_told(name, monkeypatch) -> None:
     mesh = cpu_mesh(8) if name == "cpu" else targets.mesh(name)
     layers = [(1024, 1024)] * 4
@@ -253,8 +248,7 @@ def test_gathers_that_the_compiler_merged_are_told(name, monkeypatch) -> None:
     assert "gathered once with another line" in checked.problems()
 
 
-@pytest.mark.aot
-@pytest.mark.skipif(bool(targets.missing("h100:64")), reason=targets.missing("h100:64"))
+@pytest.mark.aot("h100:64")
 def test_sums_that_the_gpu_concatenates_are_found() -> None:
     """Over 64 devices the bytes of a scalar on the wire are no whole number."""
 
@@ -271,10 +265,7 @@ def test_sums_that_the_gpu_concatenates_are_found() -> None:
     assert all(f.combined > 1 for c in sums for f in c.found)
 
 
-@pytest.mark.aot
-@pytest.mark.skipif(
-    bool(targets.missing("tpu:v5p:4x4x4")), reason=targets.missing("tpu:v5p:4x4x4")
-)
+@pytest.mark.aot("tpu:v5p:4x4x4")
 def test_a_gather_over_a_whole_torus_is_an_all_reduce() -> None:
     mesh = targets.mesh("tpu:v5p:4x4x4")
     sharded = shard_fn(lambda w, x: (w, x @ w), mesh, (4096, 4096), (64, 4096))

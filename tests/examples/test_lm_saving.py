@@ -155,8 +155,8 @@ def test_a_full_disk_ends_the_run_and_says_what_is_saved(saving):
     # Threads of Orbax write to the same lines.
     assert f"error: a checkpoint cannot be written in {folder}: " in done.stderr
     assert (
-        "\nComplete are none. Make room or give another --run-dir; the same command then "
-        "goes on from the last one."
+        "\nComplete are none. Make room or give another --run-dir; the same command "
+        "then goes on from the last one."
     ) in done.stderr
 
 
