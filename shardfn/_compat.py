@@ -188,24 +188,31 @@ def without_dead_code(closed: Any) -> Any:
 
 
 def bind_remat(
-    eqn: JaxprEqn, body: Any, args: Sequence[jax.Array], weights: Sequence[bool]
+    eqn: JaxprEqn,
+    body: Any,
+    args: Sequence[jax.Array],
+    weights: Sequence[bool],
+    imports: Sequence[jax.Array] = (),
 ) -> Sequence[jax.Array]:
-    """Binds `eqn`'s remat primitive with another body, `body(*args)` on local values.
+    """Binds `eqn`'s remat primitive with another body, `body(*args, *imports)` on local
+    values.
 
     The parameter `differentiated` is what makes its lowering put an optimization
     barrier around the recomputation, and `jax.checkpoint` cannot set it. A scan's body
     needs no barrier against common subexpressions, but once the compiler has peeled an
     iteration it would compute that again early, and hold it meanwhile: there the
-    barrier holds all but `weights`, whose gathers may run ahead.
+    barrier holds all but `weights`, whose gathers may run ahead. It never holds
+    `imports`: nothing is computed of them alone that exists already.
     """
-    closed = jax.make_jaxpr(body)(*args)
+    closed = jax.make_jaxpr(body)(*args, *imports)
     jaxpr, consts = open_jaxpr(closed)
     jaxpr = _private_partial_eval.convert_constvars_jaxpr(jaxpr)
     asked = eqn.params["prevent_cse"]
     every = any(asked) if isinstance(asked, tuple) else asked
-    held = every or (*([False] * len(consts)), *(not w for w in weights))
-    params = {**eqn.params, "jaxpr": jaxpr, "prevent_cse": held}
-    return eqn.primitive.bind(*consts, *args, **params)
+    held = [every] * len(consts) + [every or not weight for weight in weights]
+    held += [False] * len(imports)
+    params = {**eqn.params, "jaxpr": jaxpr, "prevent_cse": tuple(held)}
+    return eqn.primitive.bind(*consts, *args, *imports, **params)
 
 
 def varying_axes(x: jax.Array) -> frozenset[str]:

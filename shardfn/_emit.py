@@ -246,10 +246,10 @@ class _Run:
 
     def remat(self, step: Apply, node: Node, operands: Arrays) -> Arrays:
         args = self.entering(step.bodies[0], node.bodies[0], operands)
-        args += [self.env[ref] for ref in step.imports]
-        body = node.bodies[0]
-        moved = [bool(body.leaf(v)) for v in body.inputs] + [True] * len(step.imports)
-        return _compat.bind_remat(node.eqn, self.body(step, node, 0), args, moved)
+        imports = [self.env[ref] for ref in step.imports]
+        body, run = node.bodies[0], self.body(step, node, 0)
+        weights = [bool(body.leaf(v)) for v in body.inputs]
+        return _compat.bind_remat(node.eqn, run, args, weights, imports)
 
     def custom(self, step: Apply, node: Node, operands: Arrays) -> Arrays:
         args = self.entering(step.bodies[0], node.bodies[0], operands)

@@ -1,0 +1,88 @@
+"""Sends the gradients of unrolled layers away one after the other.
+
+In: a scheduled plan. Out: the plan, in which the reduce-scatter of a large gradient
+waits for the one before it. XLA combines collectives that do not depend on each other:
+it would make one of all of them, at the end of the step, and hold every whole gradient
+until then. A loop's iterations keep their sums apart by themselves.
+"""
+
+import math
+from dataclasses import dataclass, field, replace
+
+from shardfn._phase import BACKWARD, mixes_passes
+from shardfn._plan import Apply, BodyPlan, Ref, Reshard, Step, fresh
+from shardfn._program import Node, Program
+from shardfn._sharding import Split
+from shardfn._wire import sums_gradient
+
+PACE_BYTES = 2**20
+"""Smaller gradients move when, and together with what, the compiler likes."""
+
+
+def pace(program: Program, body: BodyPlan) -> BodyPlan:
+    """Chains the reduce-scatters of the backward pass in every body that holds it.
+
+    Args:
+      program: the program.
+      body: its plan, scheduled otherwise.
+
+    Returns:
+      The plan.
+    """
+    if not mixes_passes(program):
+        return body
+    steps = []
+    for step in body.steps:
+        if isinstance(step, Apply) and step.bodies:
+            inner = zip(program.nodes[step.node].bodies, step.bodies, strict=True)
+            step = replace(step, bodies=tuple(pace(p, plan) for p, plan in inner))
+        steps.append(step)
+    return _Chain(program, replace(body, steps=tuple(steps))).linked()
+
+
+@dataclass(slots=True)
+class _Chain:
+    """State while the reduce-scatters of one body are linked; `last` is the newest."""
+
+    program: Program
+    body: BodyPlan
+    last: Ref | None = None
+    steps: list[Step] = field(default_factory=list)
+
+    def linked(self) -> BodyPlan:
+        for step in self.body.steps:
+            if isinstance(step, Apply):
+                step = self.unit(step, self.program.nodes[step.node])
+            elif self.is_large(step):
+                step = replace(step, after=step.after or self.last)
+                self.last = step.result
+            self.steps.append(step)
+        return replace(self.body, steps=tuple(self.steps))
+
+    def is_large(self, step: Step) -> bool:
+        """Whether a step scatters a large gradient, by itself."""
+        if not isinstance(step, Reshard) or step.together is not None:
+            return False
+        scatters = any(isinstance(s, Split) for s in step.path[-1])
+        if step.phase != BACKWARD or not sums_gradient(self.program, step):
+            return False
+        return scatters and math.prod(step.shape) * step.itemsize >= PACE_BYTES
+
+    def unit(self, step: Apply, node: Node) -> Apply:
+        """A remat, of which the first scatter waits for the last one before it."""
+        if node.kind != "remat":
+            return step
+        (body,), program = step.bodies, node.bodies[0]
+        inner = _Chain(program, body)
+        if not any(map(inner.is_large, body.steps)):
+            return step
+        if self.last is not None:
+            inner.last = fresh(body, program.inputs[0])
+            inner.body = replace(body, imports=(*body.imports, inner.last))
+            step = replace(step, imports=(*step.imports, self.last))
+        body = inner.linked()
+        assert inner.last is not None
+        body = replace(body, exports=(*body.exports, inner.last))
+        whole = replace(self.body, steps=(*self.steps, *self.body.steps))
+        self.last = fresh(whole, node.outputs[0])
+        return replace(step, bodies=(body,), exports=(*step.exports, self.last))
