@@ -15,7 +15,7 @@ from typing import Any, Literal
 import jax
 
 from shardfn import _compat, _processes
-from shardfn._errors import ShardingError, call_site, called
+from shardfn._errors import ShardingError, called, cannot_be
 
 Asked = Mapping[str, Any] | Literal[False] | None
 """`compiler_options` as users write it."""
@@ -70,11 +70,11 @@ def check_options(asked: Any) -> Asked:
         return asked
     if isinstance(asked, Mapping) and all(isinstance(name, str) for name in asked):
         return dict(asked)
-    raise ShardingError(
-        f"compiler_options cannot be {asked!r}.\n"
-        f"  fully_shard was called at {call_site()}\n"
+    cannot_be(
+        "compiler_options",
+        asked,
         "Pass a mapping from names of XLA's options to values, with None for an option "
-        "that XLA shall choose; False to set none at all; or None."
+        "that XLA shall choose; False to set none at all; or None.",
     )
 
 

@@ -9,11 +9,11 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import jax.numpy as jnp
 
-from shardfn._errors import ShardingError, call_site, called
+from shardfn._errors import ShardingError, call_site, called, cannot_be
 
 T = TypeVar("T")
 
@@ -225,11 +225,12 @@ def _count(option: str, value: Any) -> int:
     return value
 
 
-def _refuse(option: str, value: Any, allowed: str) -> Any:
-    raise ShardingError(
-        f"{option} cannot be {value!r}.\n  fully_shard was called at {call_site()}\n"
+def _refuse(option: str, value: Any, allowed: str) -> NoReturn:
+    cannot_be(
+        option,
+        value,
         f"Pass {allowed}, or a mapping from path patterns to such values, as in "
-        f"{option}={{'params/layers/*': ...}}."
+        f"{option}={{'params/layers/*': ...}}.",
     )
 
 

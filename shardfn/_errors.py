@@ -4,9 +4,10 @@ import contextlib
 import contextvars
 import functools
 import os
+import reprlib
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import jax
 from jax.extend.core import JaxprEqn
@@ -83,6 +84,18 @@ def step_name() -> str:
 def called() -> str:
     """The line of a message that says where the user called the step."""
     return f"  {step_name()} was called at {call_site()}\n"
+
+
+def cannot_be(option: str, value: Any, advice: str) -> NoReturn:
+    """Refuses a value of an option of `fully_shard`."""
+    raise ShardingError(
+        f"{option} cannot be {_short.repr(value)}.\n"
+        f"  fully_shard was called at {call_site()}\n{advice}"
+    )
+
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 80
 
 
 def call_site() -> str:

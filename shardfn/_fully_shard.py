@@ -13,9 +13,18 @@ from shardfn._control import Accumulate, PerLeaf, Reshard, make_control
 from shardfn._errors import ShardingError, call_site
 from shardfn._local_step import LocalStep
 from shardfn._meshes import automatic
+from shardfn._options import (
+    check_argnums,
+    check_axis,
+    check_flags,
+    check_mesh,
+    check_min_size,
+    check_step,
+    check_verify,
+)
 from shardfn._plain_step import PlainStep, Step
 from shardfn._programs import Programs
-from shardfn._sharded_step import VERIFY, ShardedStep
+from shardfn._sharded_step import ShardedStep
 from shardfn._storage import Storage, axes_over
 
 
@@ -182,8 +191,9 @@ def fully_shard(
       the batch.
 
     Raises:
-      ShardingError: `mesh` has no axis `axis`; an option has no such value; or `verify`
-        or `compiler_options` is given without a mesh.
+      ShardingError: `mesh` has no axis `axis`; an option has no such value;
+        `train_step` is sharded already; or `verify` or `compiler_options` is given
+        without a mesh.
 
     Example:
       >>> import jax, jax.numpy as jnp, shardfn
@@ -222,18 +232,17 @@ def fully_shard(
         **per_leaf,
     }
     control = make_control(**per_leaf)
-    names = (axis,) if isinstance(axis, str) else tuple(axis)
+    names, argnums = check_axis(axis), check_argnums(state_argnums)
+    min_size = check_min_size(min_size)
     control.check_axes(names)
+    check_mesh(mesh)
+    check_flags(strict=strict, donate=donate)
+    check_verify(verify)
+    asked = check_options(compiler_options)
     if train_step is None:
         return functools.partial(fully_shard, mesh=mesh, **options)
-    argnums = (state_argnums,) if isinstance(state_argnums, int) else state_argnums
-    plain = PlainStep(train_step, min_size, strict, tuple(argnums), batch_spec, control)
-    if verify not in VERIFY:
-        raise ShardingError(
-            f"verify={verify!r} is none of {', '.join(map(repr, VERIFY))}.\n"
-            f"  fully_shard was called at {call_site()}"
-        )
-    asked = check_options(compiler_options)
+    check_step(train_step)
+    plain = PlainStep(train_step, min_size, strict, argnums, batch_spec, control)
     if mesh is None:
         needs_none = {"verify": verify == "off", "compiler_options": asked is None}
         for option, is_default in needs_none.items():

@@ -31,7 +31,7 @@ from shardfn._sharding import (
 Shapes = tuple[tuple[int, ...], ...]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class LocalStep:
     """A training step inside a manual context; `fully_shard` without a mesh makes it.
 
@@ -48,6 +48,10 @@ class LocalStep:
     _shapes: dict[tuple[Any, Shapes], list[Shapes]] = field(
         default_factory=dict, repr=False
     )
+
+    def __repr__(self) -> str:
+        name = getattr(self.plain.step, "__name__", "step")
+        return f"LocalStep({name} over {', '.join(self.names)})"
 
     @names_step
     def __call__(self, *args: Any) -> Any:

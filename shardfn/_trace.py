@@ -74,6 +74,7 @@ def trace(
     except jax.errors.UnexpectedTracerError as error:
         raise leaked_tracer() from error
     _check_effects(jaxpr)
+    _check_not_mapped(jaxpr)
     count = _check_state(out, states, leaves)
     flat, out_tree = tree_flatten_with_path(out)
     paths = tuple(path_name(path) for path, _ in flat[count:])
@@ -157,6 +158,26 @@ def _check_effects(jaxpr: Any) -> None:
         f"{called()}"
         "Return the value as a metric instead, and print or store it outside the step."
     )
+
+
+def _check_not_mapped(jaxpr: Any, around: str = "an unknown line") -> None:
+    """Raises if a part of the step is divided over devices already. What `around` calls
+    may have been traced before, from another line."""
+    for eqn in _compat.open_jaxpr(_compat.close_jaxpr(jaxpr))[0].eqns:
+        bodies = list(jaxprs_in_params(eqn.params))
+        place = where(eqn) if bodies else ""
+        place = around if place.startswith("an unknown line") else place
+        if eqn.primitive.name == "shard_map":
+            raise ShardingError(
+                f"{step_name()} uses jax.shard_map, whose parts fully_shard cannot "
+                f"divide again.\n  at {place}\n{called()}"
+                "If it calls a step that fully_shard made, call the plain step there: "
+                "fully_shard wants plain operations on whole arrays. A part that has "
+                "to be written per device can be an operation with a rule of its own "
+                "(shardfn.register_rule)."
+            )
+        for body in bodies:
+            _check_not_mapped(body, place)
 
 
 def _place_of_effect(jaxpr: Any) -> str:

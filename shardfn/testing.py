@@ -61,7 +61,8 @@ def assert_parity(
     Raises:
       AssertionError: a result differs, or no leaf of the state is split over the mesh,
         in which case nothing would be proved.
-      ShardingError: the step or its arguments cannot be sharded.
+      ShardingError: the step or its arguments cannot be sharded, or it is sharded
+        already.
 
     Example:
       >>> import jax, jax.numpy as jnp

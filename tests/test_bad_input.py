@@ -26,6 +26,7 @@ from programs.spoiled import (
 )
 
 import shardfn
+import shardfn.testing
 
 FLAGS = ("jax_scan3", "jax_remat3", "jax_custom_vjp3", "jax_custom_jvp3")
 OPTIONS = {"axis": "data", "min_size": 8}
@@ -95,6 +96,81 @@ def test_an_axis_given_twice(mesh, state) -> None:
         lambda: shardfn.fully_shard(train_step, mesh, axis=("data", "data")),
         "axis=('data', 'data') names mesh axis 'data' twice",
         what="fully_shard",
+    )
+
+
+@pytest.mark.parametrize(
+    "option, value, advice",
+    [
+        ("mesh", (8,), "Pass a mesh, such as jax.make_mesh((jax.device_count(),), "),
+        ("mesh", [0], "or None for a step inside jax.shard_map."),
+        ("axis", (), "Pass a mesh axis, such as 'data', or a tuple of them."),
+        ("axis", 0, "Pass a mesh axis"),
+        ("min_size", "1k", "Pass a number of elements, such as 2**14, or 0 to shard"),
+        ("min_size", -1, "Pass a number of elements"),
+        ("min_size", 1e4, "Pass a number of elements"),
+        ("state_argnums", -1, "Pass the state's position counted from 0, or a tuple"),
+        ("state_argnums", (), "Pass the state's position"),
+        ("state_argnums", (0, 0), "Pass each position once."),
+        ("strict", "yes", "Pass True or False."),
+        ("donate", None, "Pass True or False."),
+        ("verify", True, "Pass 'error' or 'warn'"),
+        ("train_step", 3, "Pass a function (state, batch) -> (state, ...)."),
+        ("train_step", Ellipsis, "Pass a function"),
+    ],
+)
+def test_values_that_an_option_does_not_have(mesh, option, value, advice) -> None:
+    arguments = {"train_step": train_step, "mesh": mesh, option: value}
+    says = (
+        f"verify={value} is none of"
+        if option == "verify"
+        else (f"{option} cannot be {value!r}.\n")
+    )
+    refuse(lambda: shardfn.fully_shard(**arguments), says, advice, what="fully_shard")
+
+
+def test_a_mesh_in_place_of_the_step(mesh) -> None:
+    refuse(
+        lambda: shardfn.fully_shard(mesh),
+        "train_step cannot be ",
+        "Pass the step first, or fully_shard(mesh=mesh).",
+        what="fully_shard",
+    )
+
+
+# A step that is sharded already
+
+
+@pytest.mark.parametrize("wrap", [lambda step: step, functools.partial])
+def test_a_step_that_is_sharded_already(good, mesh, wrap) -> None:
+    step = wrap(good)
+    refuse(
+        lambda: shardfn.fully_shard(step, mesh),
+        "train_step is sharded already: it is a ShardedStep, which fully_shard made.",
+        "Shard the plain function, once: the sharded one has it as __wrapped__.",
+        what="fully_shard",
+    )
+    local = shardfn.fully_shard(plain_step)
+    refuse(
+        lambda: shardfn.testing.assert_parity(local, mesh, {}),
+        "train_step is sharded already: it is a LocalStep",
+        what="fully_shard",
+    )
+
+
+def test_a_step_that_calls_a_sharded_one(good, mesh, state) -> None:
+    @jax.jit
+    def train_step(state, batch):
+        return good(state, batch)
+
+    step = shardfn.fully_shard(train_step, mesh, **OPTIONS)
+    line = test_a_step_that_calls_a_sharded_one.__code__.co_firstlineno + 3
+    refuse(
+        lambda: step.plan(state, make_batch()),
+        "train_step uses jax.shard_map, whose parts fully_shard cannot divide again.",
+        f"at test_bad_input.py:{line} ",
+        "call the plain step there",
+        "(shardfn.register_rule)",
     )
 
 

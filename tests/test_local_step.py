@@ -323,3 +323,9 @@ def test_specs_make_a_restored_state_known() -> None:
     assert second.specs(jax.eval_shape(create, KEY), mesh) == specs
     whole = in_shard_map(second.unshard, mesh, (specs,), P())(shards)
     jax.tree.map(np.testing.assert_array_equal, whole, state)
+
+
+def test_it_prints_in_one_line() -> None:
+    assert repr(local_step()) == "LocalStep(step over data)"
+    two = local_step(axis=("replica", "data"))
+    assert repr(two) == "LocalStep(step over replica, data)"
