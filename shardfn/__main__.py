@@ -9,7 +9,7 @@ except ModuleNotFoundError as error:
         raise
     sys.exit(
         f"error: the command line needs the package {error.name}, which is not "
-        "installed.\nRun: pip install shardfn[cli]"
+        "installed.\nRun, in a clone of shardfn: pip install -e '.[cli]'"
     )
 
 main()

@@ -20,6 +20,7 @@ from shardfn._auto import AutoSplit, auto_split
 from shardfn._errors import ShardingError, called
 from shardfn._padding import logical_shape
 from shardfn._sharding import Axes, Sharding, Split, on_axis
+from shardfn._uneven_batch import Uneven, refuse_uneven
 
 NO_AXES: Mapping[str, int] = MappingProxyType({})
 
@@ -131,10 +132,14 @@ def batch_shardings(
     """
     specs: list[PartitionSpec | None] = []
     _match(spec, batch[0] if len(batch) == 1 else tuple(batch), specs)
-    return tuple(
-        _batch_leaf(leaf, one, axes, is_local)
+    uneven: list[Uneven] = []
+    split = tuple(
+        _batch_leaf(leaf, one, axes, is_local, uneven)
         for leaf, one in zip(leaves, specs, strict=True)
     )
+    if uneven:
+        refuse_uneven(uneven)
+    return split
 
 
 def _match(spec: Any, tree: Any, out: list[PartitionSpec | None]) -> None:
@@ -167,8 +172,13 @@ def _children(tree: Any) -> dict[Any, Any] | None:
 
 
 def _batch_leaf(
-    leaf: Leaf, spec: PartitionSpec | None, axes: Axes, is_local: bool
+    leaf: Leaf,
+    spec: PartitionSpec | None,
+    axes: Axes,
+    is_local: bool,
+    uneven: list[Uneven],
 ) -> Sharding:
+    """How one leaf is split; a dimension that cannot be goes into `uneven`."""
     shape = leaf.aval.shape
     _check_names(leaf, spec, axes)
     if spec is None:
@@ -188,7 +198,9 @@ def _batch_leaf(
         over = [a for a, n in enumerate(axes.names) if dims.get(n) == dim]
         count = math.prod(axes.sizes[a] for a in over)
         if dim >= len(shape) or (not is_local and shape[dim] % count):
-            _refuse(leaf, dim, count, [axes.names[a] for a in over])
+            size = shape[dim] if dim < len(shape) else 0
+            names = tuple(axes.names[a] for a in over)
+            uneven.append(Uneven(leaf.path, leaf.name, size, dim, count, names))
     return sharding
 
 
@@ -209,20 +221,3 @@ def _check_names(leaf: Leaf, spec: PartitionSpec | None, axes: Axes) -> None:
                 f"that the batch is split over.\n{called()}"
                 f"Use the axes that fully_shard was given: {axes.names}."
             )
-
-
-def _refuse(leaf: Leaf, dim: int, count: int, names: Sequence[str]) -> None:
-    rows = leaf.aval.shape[dim] if dim < len(leaf.aval.shape) else 0
-    unit = "rows" if dim == 0 else f"elements in dimension {dim}"
-    axis = " x ".join(f"'{n}'" for n in names)
-    key = getattr(leaf.path[0], "key", None) if len(leaf.path) == 1 else None
-    spec = "PartitionSpec() in batch_spec"
-    if key is not None:
-        spec = f"batch_spec={{{key!r}: P()}}"
-    raise ShardingError(
-        f"batch leaf '{leaf.name}' has {rows} {unit}, which {count} devices on mesh "
-        f"{'axis' if len(names) == 1 else 'axes'} {axis} cannot split evenly.\n"
-        f"{called()}"
-        f"Pad the batch to {-(-max(rows, 1) // count) * count} {unit} and mask the "
-        f"loss, or pass {spec} to replicate it."
-    )

@@ -69,6 +69,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     if argv[0] != "plan":
         sys.exit(f"error: there is no command {argv[0]!r}.\n{USAGE}")
+    if not argv[1:]:
+        sys.exit(
+            "error: the step is missing: python -m shardfn plan train.py:planned "
+            f"--target h100:8\n{CONVENTION}"
+        )
     command = tyro.cli(PlanCommand, args=argv[1:], prog="python -m shardfn plan")
     try:
         run_plan(command)
@@ -87,7 +92,8 @@ def run_plan(command: PlanCommand) -> None:
         if not isinstance(step, ShardedStep):
             raise CommandError(
                 f"{command.step} gives a step without a mesh to plan for.\n"
-                "Pass --target, or return what fully_shard(step, mesh) makes."
+                "Pass --target h100:8, or another one, or return what "
+                "fully_shard(step, mesh) makes."
             )
         print(step.plan(*args))
         return
@@ -194,12 +200,14 @@ def _module(name: str) -> Any:
             if error.name != name.partition(".")[0] and error.name != name:
                 raise
             raise CommandError(
-                f"there is no module {name!r} here. Name a module that Python finds "
+                f"there is no module {name!r} here.\nName a module that Python finds "
                 "from this folder, or a file such as train.py:planned."
             ) from error
     path = Path(name)
     if not path.is_file():
-        raise CommandError(f"there is no file {name} (looked in {os.getcwd()}).")
+        raise CommandError(
+            f"there is no file {name} (looked in {os.getcwd()}).\nGive its path."
+        )
     sys.path.insert(0, str(path.parent.resolve()))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None

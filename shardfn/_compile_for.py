@@ -47,7 +47,7 @@ def report_on(
     progress("planning")
     plan = describe(programs.planned(leaves, treedef, batch))
     progress("tracing")
-    traced = programs.traced(programs.plain.arguments(states, batch))
+    traced = programs.traced(states, batch)
     progress("compiling")
     compiled = compile_for(target, traced.lower())
     progress("reading the compiled program")

@@ -4,16 +4,17 @@ In: options of `fully_shard`, each a value or a mapping from path patterns to va
 Out: a frozen `Control`, and from it one `LeafControl` per leaf.
 """
 
+import difflib
 import fnmatch
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NoReturn, TypeVar
 
 import jax.numpy as jnp
 
-from shardfn._errors import ShardingError, call_site, called, cannot_be
+from shardfn._errors import ShardingError, call_site, called, cannot_be, listed
 
 T = TypeVar("T")
 
@@ -25,9 +26,6 @@ Accumulate = Literal["auto", "scatter", "defer"]
 
 Choices = tuple[tuple[str, Any], ...]
 """Path patterns and what they choose, the first match first."""
-
-SHOWN = 20
-"""State leaves that an error message lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +48,11 @@ class Control:
     Attributes:
       choices: `(option, ((pattern, value), ...))` for every option that differs from
         its default, in the order of `LeafControl`'s fields.
+      place: the user's line that asked, for messages.
     """
 
     choices: tuple[tuple[str, Choices], ...] = ()
+    place: str = field(default="", compare=False)
 
     def of(self, leaf: str) -> LeafControl:
         """What is asked of the leaf at a path; "" for a value of no single leaf."""
@@ -69,18 +69,30 @@ class Control:
         return any(size for _, size in dict(self.choices).get("bucket_bytes", ()))
 
     def check(self, leaves: Iterable[str]) -> None:
-        """Raises if a pattern names none of the state's leaves."""
+        """Raises if a pattern names none of the state's leaves, or only such as an
+        earlier, wider one has taken with another value."""
         names = list(leaves)
         for option, choices in self.choices:
-            for pattern, _ in choices:
-                if not any(_matches(name, pattern) for name in names):
-                    more = f" and {len(names) - SHOWN} more" * (len(names) > SHOWN)
+            wider: list[tuple[str, Any, set[str]]] = []
+            for pattern, value in choices:
+                taken = {name for name in names if _matches(name, pattern)}
+                if not taken:
                     raise ShardingError(
                         f"{option} names '{pattern}', which matches no leaf of the "
-                        f"state.\n{called()}"
-                        f"The leaves are {', '.join(names[:SHOWN])}{more}. A pattern "
-                        "names leaves or subtrees; * stands for any characters."
+                        f"state.\n{called()}{self._given()}{_instead(pattern, names)}"
                     )
+                for earlier, other, held in wider:
+                    if held > taken and other != value:
+                        raise ShardingError(
+                            f"{option} names '{pattern}' after '{earlier}', which has "
+                            f"all of its leaves: the first that matches counts.\n"
+                            f"{called()}{self._given()}"
+                            f"Name '{pattern}' first."
+                        )
+                wider.append((pattern, value, taken))
+
+    def _given(self) -> str:
+        return f"  fully_shard was called at {self.place}\n" if self.place else ""
 
     def on(self, axis: str, size: int) -> "Control":
         """The same on a mesh axis of `size` devices, which may keep parameters gathered
@@ -102,7 +114,7 @@ class Control:
             else each
             for option, each in self.choices
         }
-        return Control(tuple(choices.items()))
+        return Control(tuple(choices.items()), self.place)
 
     @property
     def groups(self) -> set[int]:
@@ -149,18 +161,18 @@ def make_control(**options: Any) -> Control:
       ShardingError: an option has no such value.
     """
     found = []
-    for field in fields(LeafControl):
-        given = options.pop(field.name, field.default)
+    for known in fields(LeafControl):
+        given = options.pop(known.name, known.default)
         named = given if isinstance(given, Mapping) else {"*": given}
         choices = tuple(
-            (pattern, _CHECKS[field.name](field.name, value))
+            (_pattern(known.name, pattern), _CHECKS[known.name](known.name, value))
             for pattern, value in named.items()
         )
-        if any(value != field.default for _, value in choices):
-            found.append((field.name, choices))
+        if any(value != known.default for _, value in choices):
+            found.append((known.name, choices))
     if options:
         raise TypeError(f"unknown options {sorted(options)}")
-    return Control(tuple(found))
+    return Control(tuple(found), call_site() if found else "")
 
 
 @functools.cache
@@ -172,6 +184,19 @@ def _of(control: Control, leaf: str) -> LeafControl:
                 chosen[option] = value
                 break
     return LeafControl(**chosen)
+
+
+def _instead(pattern: str, names: Sequence[str]) -> str:
+    """Advice for a pattern that matches none of `names`: what was meant, if it can be
+    told."""
+    inner = {n.rsplit("/", i)[0] for n in names for i in range(1, n.count("/") + 1)}
+    subtrees = [f"{name}/*" for name in sorted(inner)] if "*" in pattern else inner
+    close = difflib.get_close_matches(pattern, [*names, *sorted(subtrees)])
+    meant = f"Did you mean {' or '.join(map(repr, close))}? " if close else ""
+    return (
+        f"{meant}The leaves are {listed(names, 20)}. A pattern names leaves or "
+        "subtrees; * stands for any characters."
+    )
 
 
 def _matches(leaf: str, pattern: str) -> bool:
@@ -223,6 +248,13 @@ def _count(option: str, value: Any) -> int:
     if type(value) is not int or value < 0:
         _refuse(option, value, "an integer that is not negative")
     return value
+
+
+def _pattern(option: str, pattern: Any) -> str:
+    if not isinstance(pattern, str):
+        advice = "Pass a mapping from path patterns, which are strings, to values."
+        cannot_be(f"a pattern of {option}", pattern, advice)
+    return pattern
 
 
 def _refuse(option: str, value: Any, allowed: str) -> NoReturn:

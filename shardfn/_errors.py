@@ -6,7 +6,7 @@ import functools
 import os
 import reprlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import jax
@@ -15,6 +15,9 @@ from jax.extend.core import JaxprEqn
 from shardfn import _compat
 
 Method = TypeVar("Method", bound=Callable[..., Any])
+
+SHOWN = 8
+"""Leaves that a message names before it counts the others."""
 
 _LIBRARIES = (
     *(os.path.dirname(f) + os.sep for f in (__file__, jax.__file__)),
@@ -84,6 +87,14 @@ def step_name() -> str:
 def called() -> str:
     """The line of a message that says where the user called the step."""
     return f"  {step_name()} was called at {call_site()}\n"
+
+
+def listed(names: Sequence[str], shown: int = SHOWN) -> str:
+    """Names of leaves for a message, such as `'a', 'b' and 3 more`."""
+    if not names:
+        return "none"
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(f"'{name}'" for name in names[:shown]) + more
 
 
 def cannot_be(option: str, value: Any, advice: str) -> NoReturn:

@@ -54,13 +54,14 @@ class LocalStep:
         return f"LocalStep({name} over {', '.join(self.names)})"
 
     @names_step
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **named: Any) -> Any:
         """Runs the step on local shards.
 
         Args:
           *args: the step's arguments: the local shards of the state, from `init`,
             `shard` or the step itself, and this device's part of the batch,
             `[B / n, ...]`.
+          **named: those of them that are passed by name.
 
         Returns:
           What the step returns: the local shards of the new state, replicated scalars,
@@ -70,7 +71,7 @@ class LocalStep:
           ShardingError: the mesh axes are not bound here, or the state is unknown.
         """
         axes = self._axes()
-        states, batch = self.plain.divide(args)
+        states, batch = self.plain.divide(args, named)
         leaves, treedef = self._logical(states)
         stored = self._partition(leaves, axes)
         local, batch_tree = leaves_of(batch, "batch")

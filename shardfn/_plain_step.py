@@ -4,7 +4,7 @@ In: the step as written for one device, and the options that describe it. Out: w
 arguments are state, how the batch is split, and the planned step for given shapes.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,8 @@ from shardfn import _compat
 from shardfn._arguments import Leaf, batch_shardings
 from shardfn._control import Control
 from shardfn._errors import ShardingError, called, step_name
+from shardfn._mentions import mentions
+from shardfn._named import Named, by_position
 from shardfn._planner import Planned, check_fallbacks, plan_traced
 from shardfn._sharding import Axes, Sharding
 from shardfn._trace import trace
@@ -64,10 +66,14 @@ class PlainStep:
     control: Control = Control()
     plans: dict[Any, Planned] = field(default_factory=dict)
 
-    def divide(self, args: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
-        """The state arguments, a tuple unless there is only one, and the others."""
-        if len(args) <= max(self.state_argnums):
-            last, count = max(self.state_argnums), len(args)
+    def divide(
+        self, args: Sequence[Any], named: Mapping[str, Any]
+    ) -> tuple[Any, tuple[Any, ...]]:
+        """The state arguments of a call, and the others."""
+        args = by_position(self.step, args, named)
+        count = len(args) - any(isinstance(a, Named) for a in args)
+        if count <= max(self.state_argnums):
+            last = max(self.state_argnums)
             given = ", ".join(map(str, self.state_argnums))
             raise ShardingError(
                 f"{step_name()} was called with {count} "
@@ -81,16 +87,13 @@ class PlainStep:
 
     def call(self, states: Sequence[Any], batch: Sequence[Any]) -> Any:
         """Calls the plain step with its arguments in its own order."""
-        return self.step(*self.arguments(states, batch))
-
-    def arguments(self, states: Sequence[Any], batch: Sequence[Any]) -> list[Any]:
-        """The inverse of `divide`."""
-        args = list(batch)
+        named = batch[-1] if batch and isinstance(batch[-1], Named) else {}
+        args = list(batch[:-1] if named else batch)
         for position, state in sorted(
             zip(self.state_argnums, states, strict=True), key=lambda pair: pair[0]
         ):
             args.insert(position, state)
-        return args
+        return self.step(*args, **named)
 
     def split(
         self,
@@ -123,6 +126,7 @@ class PlainStep:
                 state.leaves,
                 batch.shardings,
                 axes,
+                names_axes=lambda: mentions(self.step, axes.names),
             )
             with _compat.at_top_level():  # primitives are traced anew to expand them
                 planned = plan_traced(

@@ -5,7 +5,6 @@ of stored leaves.
 """
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -85,9 +84,8 @@ class Programs:
             )
         return self._jitted[key]
 
-    def traced(self, args: Sequence[Any]) -> Any:
+    def traced(self, states: tuple[Any, ...], batch: tuple[Any, ...]) -> Any:
         """The jitted step traced on abstract arguments."""
-        states, batch = self.plain.divide(args)
         leaves, treedef = self.storage.leaves(states)
         stored = [self.storage.stored_aval(x, s) for x, s in self.storage.each(leaves)]
         batch_leaves, batch_tree = self.storage.batch_leaves(batch)

@@ -82,12 +82,13 @@ class ShardedStep:
     # Running
 
     @names_step
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **named: Any) -> Any:
         """Runs the step: state and batch in, the new state, stored, and the rest out.
 
         Args:
           *args: the step's arguments. A state that is not stored yet is placed first;
             batch arrays have shape `[B, ...]` and are split over the mesh.
+          **named: those of them that are passed by name; the same program runs.
 
         Returns:
           What the step returns.
@@ -97,7 +98,7 @@ class ShardedStep:
             step is not as planned and `verify` is `"error"`; the message says which
             leaf or line, and what to do. The state stays usable.
         """
-        states, batch = self.plain.divide(args)
+        states, batch = self.plain.divide(args, named)
         stored, state_tree = jax.tree.flatten(states)
         flat_batch, batch_tree = jax.tree.flatten(batch)
         key = state_tree, batch_tree, self.storage.home
@@ -118,28 +119,30 @@ class ShardedStep:
         return jax.tree.unflatten(tree, [*new, *self.storage.hand_back(rest)])
 
     @names_step
-    def lower(self, *args: Any) -> jax.stages.Lowered:
+    def lower(self, *args: Any, **named: Any) -> jax.stages.Lowered:
         """Lowers the step; the mesh may be of devices that are not there.
 
         Args:
           *args: the step's arguments, arrays or `ShapeDtypeStruct`s, whole or stored.
+          **named: those of them that are passed by name.
 
         Returns:
           The lowered step, ready for `.compile()`.
         """
-        return self.programs.traced(args).lower()
+        return self.programs.traced(*self.plain.divide(args, named)).lower()
 
     @names_step
-    def plan(self, *args: Any) -> Plan:
+    def plan(self, *args: Any, **named: Any) -> Plan:
         """What the step moves: every collective with bytes, dtype, phase and parameter.
 
         Args:
           *args: the step's arguments, arrays or `ShapeDtypeStruct`s, whole or stored.
+          **named: those of them that are passed by name.
 
         Returns:
           A frozen plan; print it, compare it, or read its fields.
         """
-        states, batch = self.plain.divide(args)
+        states, batch = self.plain.divide(args, named)
         leaves, treedef = self.storage.leaves(states)
         return describe(self.programs.planned(leaves, treedef, batch))
 
@@ -150,6 +153,7 @@ class ShardedStep:
         *args: Any,
         mesh_shape: tuple[int, ...] | None = None,
         progress: Callable[[str], None] = lambda stage: None,
+        **named: Any,
     ) -> Report:
         """What the step would take on machines that are not there.
 
@@ -163,6 +167,7 @@ class ShardedStep:
           mesh_shape: sizes of the mesh axes there; may be left out if there is only one
             axis, or if the target has as many devices as the mesh.
           progress: called with each stage when it starts.
+          **named: arguments of the step that are passed by name.
 
         Returns:
           A frozen report: memory, bytes on the wire, whether the program is as planned,
@@ -186,7 +191,7 @@ class ShardedStep:
             mesh_shape = sizes
         progress("describing devices")
         there = targets.mesh(target, names, mesh_shape)
-        states, batch = self.plain.divide(args)
+        states, batch = self.plain.divide(args, named)
         leaves, treedef = self.storage.leaves(states)
         batch_leaves, batch_tree = self.storage.batch_leaves(batch)
         moved = replace(self.programs, storage=self.storage.on(there), _jitted={})

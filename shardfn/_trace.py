@@ -4,7 +4,8 @@ In: the step and avals of its arguments. Out: its jaxpr, and the structure of wh
 returns; or an error that says what the step does that cannot be sharded.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -14,7 +15,7 @@ from jax.tree_util import tree_flatten_with_path
 
 from shardfn import _compat
 from shardfn._arguments import Leaf, path_name
-from shardfn._errors import ShardingError, called, step_name, where
+from shardfn._errors import ShardingError, called, listed, step_name, where
 from shardfn._per_device import GlobalStep, as_global, unbound_axis
 from shardfn._sharding import Axes, Sharding
 
@@ -43,6 +44,7 @@ def trace(
     leaves: Sequence[Leaf],
     split: Sequence[Sharding],
     axes: Axes,
+    names_axes: Callable[[], bool],
 ) -> Traced:
     """Traces `step` and checks that it returns a state like the one it takes.
 
@@ -53,6 +55,7 @@ def trace(
       leaves: the leaves of `states`.
       split: shardings of the batch's leaves.
       axes: the mesh axes. A step that uses their names is a step for one device.
+      names_axes: whether their names occur in the step's code.
 
     Returns:
       The traced step.
@@ -70,7 +73,7 @@ def trace(
         )
     try:
         with _compat.at_top_level():
-            jaxpr, out = _jaxpr(step, states, batch, split, axes)
+            jaxpr, out = _jaxpr(step, states, batch, split, axes, names_axes)
     except jax.errors.UnexpectedTracerError as error:
         raise leaked_tracer() from error
     _check_effects(jaxpr)
@@ -97,11 +100,13 @@ def _jaxpr(
     batch: tuple[Any, ...],
     split: Sequence[Sharding],
     axes: Axes,
+    names_axes: Callable[[], bool],
 ) -> tuple[Any, Any]:
     """The jaxpr of a global step, or else of a per-device one.
 
     A step that names a mesh axis is per device. One that fails on the global batch may
-    be too, if it spells out local shapes before it names an axis: it is if it works so.
+    be too, if it spells out local shapes before it names an axis: it is if its code
+    holds such a name and it works so.
     """
     local = as_global(step, axes, split, len(states))
     try:
@@ -110,11 +115,11 @@ def _jaxpr(
         _check_axis(error, axes)
     except jax.errors.UnexpectedTracerError:
         raise
-    except (TypeError, ValueError) as error:
-        try:
-            return jax.make_jaxpr(local, return_shape=True)(states, batch)
-        except Exception:
-            raise error from None
+    except (TypeError, ValueError):
+        if names_axes():
+            with contextlib.suppress(Exception):
+                return jax.make_jaxpr(local, return_shape=True)(states, batch)
+        raise
     try:
         return jax.make_jaxpr(local, return_shape=True)(states, batch)
     except NameError as error:
@@ -193,7 +198,7 @@ def _check_state(out: Any, states: Sequence[Any], leaves: Sequence[Leaf]) -> int
     """The number of leaves of the new state; raises if it is not like the old one."""
     number = len(states)
     if not isinstance(out, (tuple, list)) or len(out) < number:
-        _no_state(out, leaves, number)
+        _no_state(out, states, leaves)
     new = out[0] if number == 1 else tuple(out[:number])
     old = states[0] if number == 1 else tuple(states)
     new_flat, new_tree = tree_flatten_with_path(new)
@@ -203,10 +208,10 @@ def _check_state(out: Any, states: Sequence[Any], leaves: Sequence[Leaf]) -> int
         new_names = {path_name(path) for path, _ in new_flat}
         missing, extra = sorted(old_names - new_names), sorted(new_names - old_names)
         if len(leaves) and not old_names & new_names:
-            _no_state(out, leaves, number)
+            _no_state(out, states, leaves)
         raise ShardingError(
             f"{step_name()} changes the structure of its state: "
-            f"missing leaves {missing or 'none'}, new leaves {extra or 'none'}"
+            f"missing leaves {listed(missing)}, new leaves {listed(extra)}"
             + ("" if missing or extra else ", the same leaves in other containers")
             + f".\n{called()}"
             "Return the new state with the structure of the old one; put other values "
@@ -226,14 +231,27 @@ def _check_state(out: Any, states: Sequence[Any], leaves: Sequence[Leaf]) -> int
     return len(new_flat)
 
 
-def _no_state(out: Any, leaves: Sequence[Leaf], number: int) -> NoReturn:
+def _no_state(out: Any, states: Sequence[Any], leaves: Sequence[Leaf]) -> NoReturn:
+    number = len(states)
     what = "a new state" if number == 1 else f"{number} new states"
-    raise ShardingError(
-        f"{step_name()} returns no state: it returned {_described(out, leaves)}, where "
-        f"{what} with the leaves {[leaf.name for leaf in leaves]} must come first.\n"
-        f"{called()}"
+    advice = (
         "Return (new_state, metrics), the new state like the old one; a step that only "
         "evaluates returns the state unchanged."
+    )
+    results = out if isinstance(out, (tuple, list)) else ()
+    form = jax.tree.structure(states[0])
+    if number == 1 and form in map(jax.tree.structure, results):
+        at = list(map(jax.tree.structure, results)).index(form)
+        advice = f"Result {at} has the state's form: return it first."
+    elif len(results) < number:
+        advice += (
+            " One that changes modules in place (flax.nnx) takes nnx.split of them, "
+            "merges them inside, and returns (nnx.state(modules), metrics)."
+        )
+    raise ShardingError(
+        f"{step_name()} returns no state: it returned {_described(out, leaves)}, where "
+        f"{what} with the leaves {listed([leaf.name for leaf in leaves])} must come "
+        f"first.\n{called()}{advice}"
     )
 
 

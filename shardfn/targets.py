@@ -1,7 +1,7 @@
 """Names of accelerators in; devices to compile for, and their public figures, out.
 
 XLA's GPU and TPU compilers run on a machine without a GPU or a TPU. They need the
-packages of `pip install shardfn[aot]`, in the versions that belong to the installed
+packages of `pip install -e '.[aot]'`, in the versions that belong to the installed
 JAX. Set `JAX_PLATFORMS=cpu` before importing JAX on a machine without accelerators.
 """
 
@@ -151,7 +151,7 @@ def target(name: str) -> Target:
         platform, topology = "cuda", shape if "x" in shape else _hosts_of_8(name, shape)
         shape = topology
     else:
-        raise _unknown(name)
+        raise _unknown(name, known=name.removeprefix("tpu:") in _FIGURES)
     count = math.prod(int(n) for n in shape.split("x"))
     if chip not in _FIGURES or (platform == "cuda") != (chip in GPUS) or not count:
         raise _unknown(name)
@@ -260,7 +260,7 @@ def missing(name: str) -> str:
         return ""
     return (
         f"compiling for {name!r} needs the package {' or '.join(_PACKAGES[platform])}, "
-        "which is not installed.\nRun: pip install shardfn[aot]"
+        "which is not installed.\nRun, in a clone of shardfn: pip install -e '.[aot]'"
     )
 
 
@@ -270,7 +270,15 @@ _PACKAGES = {
 }
 
 
-def _unknown(name: str) -> ValueError:
+def _unknown(name: str, known: bool = False) -> ValueError:
+    if known:
+        chip = name.removeprefix("tpu:")
+        whole = f"{chip}:8" if chip in GPUS else f"tpu:{chip}:2x4"
+        what = "the number of devices" if chip in GPUS else "the shape of a slice"
+        return ValueError(
+            f"target {name!r} lacks {what} behind it.\nWrite {whole} for example; "
+            f"others are {_KNOWN}"
+        )
     return ValueError(
         f"no compile-only target is called {name!r}. GPUs: {', '.join(GPUS)}; TPUs: "
         f"{', '.join(c for c in _FIGURES if c not in GPUS)}.\nExamples: {_KNOWN}"
@@ -316,7 +324,8 @@ def _check_version(platform: str) -> None:
             raise RuntimeError(
                 f"{package} {found} does not belong to jax {jax.__version__}, which "
                 f"needs {needed}: it may misread the programs of this one.\n"
-                f'Run: pip install "shardfn[aot]" "jax=={jax.__version__}"'
+                f"Run, in a clone of shardfn: pip install -e '.[aot]' "
+                f"'jax=={jax.__version__}'"
             )
 
 

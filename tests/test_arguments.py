@@ -2,6 +2,7 @@
 and avals as people and the trace need them, or an error that names the leaf.
 """
 
+import collections
 import re
 
 import jax
@@ -141,9 +142,43 @@ def test_rows_that_do_not_divide(spec, shape, parts) -> None:
     message = refused(spec, {"tokens": np.zeros(shape, np.float32)})
     assert "batch leaf 'tokens' " in message
     assert "on mesh axis 'data' cannot split evenly." in message
-    assert "batch_spec={'tokens': P()} to replicate it." in message
+    assert "batch_spec={'tokens': jax.P()} to replicate it." in message
     for part in parts:
         assert part in message
+
+
+OTHER = np.zeros((30, 2), np.float32)
+Pair = collections.namedtuple("Pair", ["x", "y"])
+
+
+@pytest.mark.parametrize(
+    "batch, spec",
+    [
+        ((OTHER,), "batch_spec=jax.P()"),
+        (
+            ({1: OTHER, 2: {"b": OTHER}},),
+            "batch_spec={1: jax.P(), 2: {'b': jax.P()}} to replicate them.",
+        ),
+        (([ROWS, (OTHER,)],), "batch_spec=(None, (jax.P(),))"),
+        ((ROWS, {"a": OTHER}), "batch_spec=(None, {'a': jax.P()})"),
+        ((Pair(OTHER, ROWS),), "jax.P() for each such leaf in batch_spec"),
+    ],
+)
+def test_the_advice_can_be_pasted(batch, spec: str) -> None:
+    message = refused(None, *batch)
+    assert f"or pass {spec}" in message
+    if spec.startswith("batch_spec="):
+        typed = spec.removeprefix("batch_spec=").partition(" to ")[0]
+        split_dims(eval(typed, {"jax": jax}), *batch)  # is no longer refused
+
+
+def test_every_leaf_that_cannot_be_split_is_named() -> None:
+    batch = {f"leaf{i}": OTHER for i in range(9)} | {"a": np.zeros(12), "z": ROWS}
+    lines = refused(None, batch).splitlines()
+    assert lines[0].startswith("batch leaf 'a' has 12 rows, which 8 devices")
+    assert lines[1].startswith("  nor can they 'leaf0' with 30 rows, 'leaf1' with ")
+    assert lines[1].endswith("'leaf6' with 30 rows and 2 more")
+    assert lines[-1].endswith("'leaf8': jax.P()} to replicate them.")
 
 
 @pytest.mark.parametrize("spec", ["data", {"x": "data"}, {"x": {"y": P()}}, 0])

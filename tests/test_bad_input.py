@@ -185,7 +185,7 @@ def test_a_batch_that_the_devices_do_not_divide(good, state) -> None:
         "batch leaf 'y' has 30 rows, which 8 devices on mesh axis 'data' cannot split "
         "evenly.",
         "Pad the batch to 32 rows and mask the loss",
-        "batch_spec={'y': P()} to replicate it",
+        "batch_spec={'y': jax.P()} to replicate it",
     )
 
 
@@ -196,12 +196,21 @@ def test_the_plan_refuses_that_batch_too(good, state) -> None:
 
 def test_a_nested_batch_leaf_is_named_by_its_path(good, state) -> None:
     batch = {"inputs": [make_batch()["x"], make_batch(4)["x"]]}
-    message = refuse(
+    refuse(
         lambda: good(state, batch),
         "batch leaf 'inputs/1' has 4 rows, which 8 devices",
         "Pad the batch to 8 rows",
+        "batch_spec={'inputs': (None, jax.P())} to replicate it",
     )
-    assert "'inputs/1': P()" not in message, "no batch_spec has such a key"
+
+
+def test_a_batch_without_rows_is_what_it_is_to_the_plain_step(good, state) -> None:
+    whole, empty = init(jax.random.key(1)), make_batch(0)
+    new, metrics = good(good.shard(whole), empty)
+    expected, measured = jax.jit(plain_step)(whole, empty)
+    assert np.isnan(measured["loss"])
+    jax.tree.map(np.testing.assert_array_equal, metrics, measured)
+    jax.tree.map(np.testing.assert_array_equal, good.unshard(new), expected)
 
 
 def test_a_batch_that_a_hybrid_mesh_does_not_divide() -> None:
@@ -253,8 +262,8 @@ def test_a_batch_spec_of_another_mesh(mesh, state) -> None:
             {"count": lambda c: c[None]},
             ["state leaf 'count' from int32[] to int32[1]"],
         ),
-        ({"extra": lambda _: jnp.ones(3)}, ["new leaves ['extra']"]),
-        ({"count": lambda _: None}, ["missing leaves ['count']"]),
+        ({"extra": lambda _: jnp.ones(3)}, ["new leaves 'extra'"]),
+        ({"count": lambda _: None}, ["missing leaves 'count'"]),
     ],
 )
 def test_a_step_that_changes_its_state(mesh, state, changes, parts) -> None:
@@ -272,8 +281,28 @@ def test_a_step_that_turns_its_state_into_a_tuple(mesh, state) -> None:
     refuse(
         lambda: step(state, make_batch()),
         "train_step returns no state",
-        "with the leaves ['count', 'w']",
+        "with the leaves 'count', 'w' must come first.",
         "(new_state, metrics)",
+    )
+
+
+def test_a_step_that_returns_its_state_second(mesh, state) -> None:
+    step = shardfn.fully_shard(lambda *args: plain_step(*args)[::-1], mesh, **OPTIONS)
+    refuse(
+        lambda: step(state, make_batch()),
+        "returns no state: it returned a tuple of 2",
+        "Result 1 has the state's form: return it first.",
+        what="<lambda>",
+    )
+
+
+def test_a_large_state_is_not_listed_whole(mesh) -> None:
+    step = shardfn.fully_shard(lambda state: state[0], mesh)
+    refuse(
+        lambda: step([jnp.ones(8)] * 40),
+        "with the leaves '0', '1', '2', '3', '4', '5', '6', '7' and 32 more must come",
+        "One that changes modules in place (flax.nnx) takes nnx.split of them",
+        what="<lambda>",
     )
 
 
@@ -431,6 +460,23 @@ def test_too_few_arguments(mesh, state) -> None:
         lambda: step(make_batch()),
         "was called with 1 argument, but its state is argument 1 (state_argnums=1)",
         what="<lambda>",
+    )
+
+
+@pytest.mark.parametrize(
+    "args, named, why",
+    [
+        ((), {"tokens": 1}, "missing a required argument: 'batch'"),
+        ((), {"tokens": 1, "batch": 1}, "got an unexpected keyword argument 'tok"),
+        (({}, 1), {"batch": 1}, "multiple values for argument 'batch'"),
+    ],
+)
+def test_names_that_are_no_arguments(good, state, args, named, why) -> None:
+    refuse(
+        lambda: good(state, *args, **named),
+        "train_step does not take these arguments: ",
+        why,
+        "Its arguments are (state, batch).",
     )
 
 

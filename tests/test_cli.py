@@ -166,9 +166,12 @@ def test_wrong_names_are_one_message(file) -> None:
     assert "is a step, and its arguments are missing" in refused(
         "plan", f"{file}:sharded"
     )
-    assert "Pass --target, or return what fully_shard(step, mesh) makes" in refused(
-        "plan", f"{file}:plain"
+    assert (
+        "Pass --target h100:8, or another one, or return what fully_shard(step, mesh) "
+        "makes." in refused("plan", f"{file}:plain")
     )
+    missing = "error: the step is missing: python -m shardfn plan train.py:planned "
+    assert refused("plan").startswith(f"{missing}--target h100:8\nName a function")
 
 
 def test_wrong_targets_are_told_before_anything_runs(monkeypatch) -> None:
@@ -176,7 +179,7 @@ def test_wrong_targets_are_told_before_anything_runs(monkeypatch) -> None:
     assert message.startswith("error: no compile-only target is called 'h1000:8'.")
     monkeypatch.setattr(targets, "_version", lambda package: "")
     message = refused("plan", "no_such:planned", "--target", H100)
-    assert message.endswith("Run: pip install shardfn[aot]")
+    assert message.endswith("Run, in a clone of shardfn: pip install -e '.[aot]'")
 
 
 def test_a_batch_that_does_not_split_is_one_message(file) -> None:
@@ -200,5 +203,5 @@ def test_missing_packages_name_the_extra(monkeypatch) -> None:
         runpy.run_module("shardfn", run_name="__main__")
     assert str(caught.value) == (
         "error: the command line needs the package tyro, which is not installed.\n"
-        "Run: pip install shardfn[cli]"
+        "Run, in a clone of shardfn: pip install -e '.[cli]'"
     )

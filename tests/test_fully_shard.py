@@ -143,6 +143,48 @@ def test_two_states(argnums: tuple[int, int]) -> None:
     assert_same(metrics, expected[2])
 
 
+def test_arguments_by_name_run_the_same_program() -> None:
+    """Also those that can only be named, and those behind one that is left out."""
+    traces = []
+
+    def masked(state, x, by=None, mask=None, *, shift):
+        traces.append(sorted(shift))
+        x = x if by is None else x * by
+        return step(state, x * mask + shift["one"])
+
+    args = {"mask": np.arange(8.0, dtype=np.float32)[:, None], "shift": {"one": 2.0}}
+    spec = (None, {"shift": {"one": P()}})
+    run = sharded(masked, donate=False, batch_spec=spec)
+    expected = jax.jit(masked)(make_state(), x=X, **args)
+    for state, metrics in (
+        run(make_state(), X, **args),
+        run(shift=args["shift"], x=X, mask=args["mask"], state=make_state()),
+    ):
+        assert_same((run.unshard(state), metrics), expected)
+    assert run.plan(make_state(), X, **args) == run.plan(state=state, x=X, **args)
+    run.lower(make_state(), x=X, **args)
+    assert len(traces) == 2, "by jax.jit, and once for all calls"
+
+
+def test_a_call_by_name_is_the_call_by_position(shared) -> None:
+    state, _ = shared(make_state(), X)
+    compiled = [jitted._cache_size() for jitted in shared.programs._jitted.values()]
+    assert_same(shared(x=X, state=state), shared(state, X))
+    again = [jitted._cache_size() for jitted in shared.programs._jitted.values()]
+    assert again == compiled
+
+
+def test_an_option_that_partial_binds_leaves_the_rest_to_be_named() -> None:
+    from functools import partial
+
+    def configured(state, config, x):
+        return step(state, x if config == "plain" else -x)
+
+    run = sharded(partial(configured, config="plain"))
+    state, metrics = run(make_state(), x=X)
+    assert_same((run.unshard(state), metrics), jax.jit(step)(make_state(), X))
+
+
 @pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
 def test_keys_and_numbers_in_the_batch(make_key) -> None:
     """Each device makes its rows of the global bits; Python numbers stay weak."""

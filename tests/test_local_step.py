@@ -104,8 +104,12 @@ def two_steps(local, mesh, axes: Any, check_vma: bool) -> Any:
     init = in_shard_map(
         lambda key: local.init(create, key), in_specs=P(), out_specs=specs, **options
     )
+
+    def by_either(state, batch):
+        return local(state, batch=batch) if check_vma else local(state, batch)
+
     run = in_shard_map(
-        local, in_specs=(specs, rows), out_specs=(specs, metrics), **options
+        by_either, in_specs=(specs, rows), out_specs=(specs, metrics), **options
     )
     whole = in_shard_map(local.unshard, in_specs=(specs,), out_specs=P(), **options)
     state = init(KEY)

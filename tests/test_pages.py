@@ -77,6 +77,15 @@ def test_code_blocks_run(
     run(page, monkeypatch)
 
 
+@pytest.mark.parametrize("page", pages.PAGES, ids=lambda page: page.name)
+def test_a_first_block_runs_on_a_laptop(page: Path) -> None:
+    """It asks for the CPU devices that its page makes a mesh of."""
+    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
+    runs = [block for block in blocks if "\nimport jax\n" in f"\n{block}"]
+    if runs and re.search(r"make_mesh\(\((8|count),\)", "".join(blocks)):
+        assert 'jax.config.update("jax_num_cpu_devices", 8)' in runs[0]
+
+
 def write(tmp_path: Path, text: str) -> Path:
     page = tmp_path / "page.md"
     page.write_text(text)

@@ -2,6 +2,8 @@
 its own devices; a state that would differ between devices is an error with its name.
 """
 
+import functools
+import re
 from collections import Counter
 from typing import Any
 
@@ -13,6 +15,7 @@ from jax import lax
 from parity import quick_compiles as quick_compiles
 
 import shardfn
+from shardfn._mentions import mentions
 
 AXES = ("replica", "data")
 
@@ -219,12 +222,60 @@ def test_local_shapes_before_the_first_collective() -> None:
     np.testing.assert_allclose(sharded(step)(W, X)[0], expected, rtol=1e-5)
 
 
-def test_a_mistake_of_a_plain_step_is_the_users_own() -> None:
-    def step(w, x):
-        return w - jnp.ones(3) @ x, {}
+@pytest.mark.parametrize("axis", ["data", "rows"])
+def test_a_mistake_of_a_plain_step_is_the_users_own(axis) -> None:
+    """Run once more only if its code holds the name of an axis."""
+    calls = []
 
-    with pytest.raises(TypeError, match=r"got \(3,\) and \(16,\)"):
+    def step(w, x):
+        calls.append(x.shape)
+        try:
+            return w - jnp.ones(3) @ x, {"over": axis}
+        except TypeError as error:
+            raise ValueError("mine") from error
+
+    with pytest.raises(ValueError, match="^mine") as caught:
         sharded(step).plan(W, X)
+    assert re.search(r"got \(3,\) and \(16,\)", str(caught.value.__cause__))
+    assert not isinstance(caught.value, shardfn.ShardingError)
+    assert caught.value.__context__ is caught.value.__cause__
+    assert calls == ([(16, 12), (2, 12)] if axis == "data" else [(16, 12)])
+
+
+class Model:
+    def __init__(self, axis: str = "rows") -> None:
+        self.axis = axis
+
+    def step(self, w, x):
+        return w, x
+
+
+def named_by_default(x, axis="data"):
+    return lax.pmean(x, axis)
+
+
+def named_inside(x):
+    return [averaged(w, x) for w in x]
+
+
+@pytest.mark.parametrize(
+    "function, expected",
+    [
+        (plain, False),
+        (averaged, True),
+        (jax.jit(averaged), True),
+        (functools.partial(lax.pmean, axis_name="data"), True),
+        (functools.partial(lax.pmean, axis_name="rows"), False),
+        (named_by_default, True),
+        (named_inside, True),
+        (Model().step, False),
+        (Model("data").step, True),
+        (lambda w: Model("replica"), True),
+        (lambda w: w.data, False),
+    ],
+)
+def test_code_that_names_an_axis(function, expected: bool) -> None:
+    assert mentions(function, AXES) is expected
 
 
 def test_a_gather_over_two_axes_at_once_is_refused() -> None:

@@ -2,6 +2,7 @@
 what moves, and the plain step's numbers to the bit.
 """
 
+import re
 from collections import Counter
 from typing import Any
 
@@ -181,7 +182,49 @@ def test_a_pattern_that_names_nothing_is_refused() -> None:
         _ = sharded(None, 4, reshard_after_forward={"param/*": True}).plan
     message = str(caught.value)
     assert "reshard_after_forward names 'param/*', which matches no leaf" in message
-    assert "momentum/down, momentum/up, params/down, params/up" in message
+    assert "'momentum/down', 'momentum/up', 'params/down', 'params/up'" in message
+    assert "\nDid you mean 'params/*'" in message
+    assert re.search(r"\n  fully_shard was called at plan_helpers\.py:\d+ ", message)
+
+
+@pytest.mark.parametrize(
+    "pattern, close",
+    [
+        ("params/donw", "'params/down'"),
+        ("parms", "'params'"),
+        ("momentm/*", "'momentum/*'"),
+        ("xyz", None),
+    ],
+)
+def test_a_typo_has_the_close_names_first(pattern: str, close: str | None) -> None:
+    with pytest.raises(shardfn.ShardingError) as caught:
+        _ = sharded(None, 4, prefetch={pattern: 1}).plan
+    last = str(caught.value).splitlines()[-1]
+    assert last.startswith(f"Did you mean {close}" if close else "The leaves are 'mom")
+
+
+@pytest.mark.parametrize("wide", ["*", "params", "p*/*"])
+def test_a_pattern_behind_a_wider_one_is_refused(wide: str) -> None:
+    with pytest.raises(shardfn.ShardingError) as caught:
+        _ = sharded(None, 4, prefetch={wide: 1, "params/down": 0}).plan
+    message = str(caught.value)
+    assert message.startswith(
+        f"prefetch names 'params/down' after '{wide}', which has all of its leaves: "
+    )
+    assert re.search(r"\n  fully_shard was called at plan_helpers\.py:\d+ ", message)
+    assert message.endswith("\nName 'params/down' first.")
+
+
+def test_a_pattern_for_the_rest_may_be_left_with_nothing() -> None:
+    ask = {"params": 1, "params/down": 1, "momentum": 0, "*": 2}
+    assert sharded(None, 4, prefetch=ask).plan.collectives
+
+
+def test_a_pattern_is_a_string() -> None:
+    with pytest.raises(
+        shardfn.ShardingError, match="a pattern of prefetch cannot be 0"
+    ):
+        shardfn.fully_shard(step, cpu_mesh(4), prefetch={0: 1})
 
 
 def test_options_that_say_the_same_are_one_plan() -> None:
