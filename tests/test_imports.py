@@ -29,6 +29,7 @@ ORDER = """
     _rules.reduction _rules.reshape _rules.sorting
     _rules
     _padding
+    _uneven_batch
     _arguments
     _partition
     _meshes
@@ -78,6 +79,7 @@ ORDER = """
     _emit_move
     _emit
     _planner
+    _mentions _named
     _plain_step
     _ready
     _on_mesh
@@ -88,6 +90,7 @@ ORDER = """
     _init
     _sharded_step
     _local_step
+    _options
     _fully_shard
     __init__
     _cli
