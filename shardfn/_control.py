@@ -6,7 +6,6 @@ Out: a frozen `Control`, and from it one `LeafControl` per leaf.
 
 import difflib
 import fnmatch
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -53,10 +52,16 @@ class Control:
 
     choices: tuple[tuple[str, Choices], ...] = ()
     place: str = field(default="", compare=False)
+    # By path. Not in a cache that equal controls share: True equals 1, and says more.
+    known: dict[str, LeafControl] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def of(self, leaf: str) -> LeafControl:
         """What is asked of the leaf at a path; "" for a value of no single leaf."""
-        return _of(self, leaf)
+        if leaf not in self.known:
+            self.known[leaf] = _of(self, leaf)
+        return self.known[leaf]
 
     @property
     def prefetches(self) -> bool:
@@ -175,7 +180,6 @@ def make_control(**options: Any) -> Control:
     return Control(tuple(found), call_site() if found else "")
 
 
-@functools.cache
 def _of(control: Control, leaf: str) -> LeafControl:
     chosen: dict[str, Any] = {}
     for option, choices in control.choices:

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.extend.core
 import jax.numpy as jnp
+import numpy as np
 import programs
 from jax.sharding import Mesh
 from programs import gpt
@@ -216,3 +217,40 @@ def combined_sums(moves: Moves) -> Moves:
         else:
             found[op, dtype, elements, devices] += times
     return found
+
+
+def gathers(plan: shardfn.Plan) -> dict[str, Counter[str]]:
+    """Per leaf and phase, how often it is gathered in a step."""
+    found: dict[str, Counter[str]] = {}
+    for line in plan.collectives:
+        if line.op == "all_gather":
+            counts = found.setdefault(line.path.rpartition("/")[2], Counter())
+            counts[line.phase] += line.times or 0
+    return found
+
+
+def assert_moves_hold(case: Sharded, *, merged: bool = False) -> None:
+    """What is planned is what JAX is given, and what is compiled.
+
+    Small sums may be compiled as one. What is compiled is not counted if gathers of the
+    two passes may be `merged` outside of loops and the CPU backend does that.
+    """
+    planned = planned_moves(case.plan)
+    assert emitted_moves(case) == planned
+    if merged and CPU_MERGES_GATHERS:
+        return
+    compiled = case.compile()
+    found, expected = (any_dtype(m) for m in (compiled_moves(compiled), planned))
+    assert combined_sums(found) == combined_sums(expected)
+    assert case.plan.verify(compiled).extra == ()
+
+
+def run(case: Sharded, steps: int = 2) -> list[Any]:
+    """The state and the loss after each step from random float32 values."""
+    rng = np.random.default_rng(0)
+    make = lambda s: rng.standard_normal(s.shape).astype(np.float32) / 4  # noqa: E731
+    state, out = case.step.shard(jax.tree.map(make, case.state)), []
+    for _ in range(steps):
+        state, loss = case.step(state, make(case.batch))
+        out.append(jax.device_get((state, loss)))
+    return out

@@ -8,20 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
+from layered import layered_loss
 from parity import quick_compiles as quick_compiles
 from plan_helpers import (
-    Sharded,
-    any_dtype,
-    combined_sums,
-    compiled_moves,
+    assert_moves_hold,
     cpu_mesh,
     emitted_moves,
+    gathers,
     planned_moves,
+    run,
     shard_fn,
     walk,
 )
-from test_reshard_after_forward import gathers, run
 
 import shardfn
 
@@ -38,30 +36,17 @@ HEAD = {"head": (WIDTH, 8), "bias": (8,)}
 # Else XLA leaves out roundings to bfloat16 that it sees, and it sees other ones.
 EXACT = {"xla_allow_excess_precision": False}
 SMALL, HUGE = 200, 2**30
-KINDS = ["scan", "scan_remat", "unrolled", "unrolled_remat"]
 
 
 def train(kind: str):
     def layer(h, w):
-        w = {k: x.astype(jnp.bfloat16) for k, x in w.items()}
         inner = jnp.tanh((h * w["scale"]) @ w["up"] + w["shift"])
         h = h + inner @ w["down"] + jnp.repeat(w["tiny"], WIDTH // 2)
         if "odd" in w:
             h = h + jnp.pad(h[:, :6] @ w["odd"], ((0, 0), (0, WIDTH - 5)))
-        return h, None
+        return h
 
-    if "remat" in kind:
-        layer = jax.checkpoint(layer, prevent_cse="scan" not in kind)
-
-    def loss_fn(state, x):
-        h = x.astype(jnp.bfloat16)
-        if "scan" in kind:
-            h, _ = lax.scan(layer, h, state["layers"])
-        else:
-            for w in state["layers"]:
-                h, _ = layer(h, w)
-        out = h.astype(jnp.float32) @ state["head"] + state["bias"]
-        return jnp.mean(out**2)
+    loss_fn = layered_loss(kind, layer, lambda s, h: h @ s["head"] + s["bias"])
 
     def step(state, x):
         loss, grads = jax.value_and_grad(loss_fn)(state, x)
@@ -95,14 +80,6 @@ PASSES = {
 }
 
 
-def assert_holds(case: Sharded) -> None:
-    assert emitted_moves(case) == planned_moves(case.plan)
-    compiled = case.compile()
-    planned = any_dtype(planned_moves(case.plan))
-    assert combined_sums(any_dtype(compiled_moves(compiled))) == combined_sums(planned)
-    assert case.plan.verify(compiled).extra == ()
-
-
 def joined(plan: shardfn.Plan) -> list[tuple[str, str, set[str]]]:
     return [
         (c.phase, c.op, {path.rpartition("/")[2] for path, _ in c.parts})
@@ -126,7 +103,7 @@ def test_a_scanned_layer_moves_its_small_leaves_together(mesh) -> None:
     for case in cases:
         assert case.plan.wire_bytes == alone.plan.wire_bytes
         assert case.plan.parameter_bytes == alone.plan.parameter_bytes
-        assert_holds(case)
+        assert_moves_hold(case)
     assert len(huge.plan.collectives) < len(small.plan.collectives)
     results = [run(case, 1) for case in cases]
     for result in results[1:]:
@@ -177,7 +154,7 @@ def test_together_with_other_options() -> None:
     assert gathers(alone.plan)["shift"] == {"forward": 3, "backward": 3}
     assert ("backward", "all_gather", {"shift", "scale"}) in joined(case.plan)
     assert [c.times for c in case.plan.collectives if c.parts][0] == LAYERS + 1
-    assert_holds(case)
+    assert_moves_hold(case)
     jax.tree.map(np.testing.assert_array_equal, run(case, 1), run(alone, 1))
 
 
@@ -208,5 +185,5 @@ def test_optimizer_state_alone_is_sharded() -> None:
     assert joined(cases[0].plan) == []
     assert ("update", "all_gather", {"a", "b"}) in joined(cases[1].plan)
     assert ("backward", "psum_scatter", {"a", "b"}) in joined(cases[1].plan)
-    assert_holds(cases[1])
+    assert_moves_hold(cases[1])
     jax.tree.map(np.testing.assert_array_equal, run(cases[0], 1), run(cases[1], 1))

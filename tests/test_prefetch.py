@@ -9,16 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from layered import LAYERS, ROWS, STATE, train
 from parity import quick_compiles as quick_compiles
-from plan_helpers import Sharded, cpu_mesh, emitted_moves, planned_moves, shard_fn, walk
-from test_reshard_after_forward import (
-    LAYERS,
-    ROWS,
-    STATE,
+from plan_helpers import (
+    Sharded,
     assert_moves_hold,
+    cpu_mesh,
+    emitted_moves,
     gathers,
+    planned_moves,
     run,
-    train,
+    shard_fn,
+    walk,
 )
 
 
@@ -46,7 +48,7 @@ def test_gathers_run_ahead_of_their_layer(kind: str, lead: int) -> None:
     found = gathers(case.plan)
     assert found["up"] == found["down"] == times
     assert found["head"] == gathers(plain.plan)["head"]
-    assert_moves_hold(case, kind)
+    assert_moves_hold(case, merged=True)
     for eqn, primitives in loops(case):
         name = "all_gather_invariant"
         whole = [v.aval.shape for v in eqn.outvars if v.aval.shape in SHAPES]
@@ -71,7 +73,7 @@ def test_patterns_choose_their_own_lead() -> None:
 def test_what_is_kept_is_not_gathered_ahead_again() -> None:
     case = sharded("scan_remat", 1, reshard_after_forward=False)
     assert gathers(case.plan)["up"] == {"forward": LAYERS + 1}
-    assert_moves_hold(case, "scan_remat")
+    assert_moves_hold(case)
     plain = sharded("scan_remat", 0)
     jax.tree.map(np.testing.assert_array_equal, run(case, 1), run(plain, 1))
 

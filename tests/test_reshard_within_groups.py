@@ -9,26 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from layered import HIDDEN, KINDS, LAYERS, ROWS, STATE, UNROLLED, WIDTH, train
 from parity import quick_compiles as quick_compiles
 from plan_helpers import (
-    Sharded,
-    any_dtype,
-    compiled_moves,
+    assert_moves_hold,
     cpu_mesh,
     emitted_moves,
-    planned_moves,
-    shard_fn,
-)
-from test_reshard_after_forward import (
-    HIDDEN,
-    LAYERS,
-    ROWS,
-    STATE,
-    UNROLLED,
-    WIDTH,
     gathers,
+    planned_moves,
     run,
-    train,
+    shard_fn,
 )
 
 import shardfn
@@ -64,14 +54,7 @@ def within(plan: shardfn.Plan, devices: int) -> set[tuple[str, str]]:
     }
 
 
-def assert_holds(case: Sharded) -> None:
-    assert emitted_moves(case) == planned_moves(case.plan)
-    compiled = case.compile()
-    assert any_dtype(compiled_moves(compiled)) == any_dtype(planned_moves(case.plan))
-    assert case.plan.verify(compiled).extra == ()
-
-
-@pytest.mark.parametrize("kind", ["scan", "scan_remat", "unrolled", "unrolled_remat"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("group", [2, 4])
 def test_the_backward_pass_gathers_within_groups(kind: str, group: int) -> None:
     case, again = sharded(kind, group), sharded(kind, True)
@@ -84,7 +67,7 @@ def test_the_backward_pass_gathers_within_groups(kind: str, group: int) -> None:
     size = WHOLE // 2 * repeats + 4 * WIDTH * 8
     saved = again.plan.wire_bytes - case.plan.wire_bytes
     assert saved == size * 7 // 8 - size * (group - 1) // group
-    assert_holds(case)
+    assert_moves_hold(case)
     jax.tree.map(np.testing.assert_array_equal, run(case, 1), run(again, 1))
 
 
@@ -92,7 +75,7 @@ def test_on_a_hybrid_mesh() -> None:
     """Groups lie within the axis that parameters are split over."""
     case, again = (sharded("scan_remat", k, (2, 4)) for k in (2, True))
     assert within(case.plan, 2) == {("backward", n) for n in ("up", "down", "head")}
-    assert_holds(case)
+    assert_moves_hold(case)
     jax.tree.map(np.testing.assert_array_equal, run(case, 1), run(again, 1))
 
 

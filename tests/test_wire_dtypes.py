@@ -13,9 +13,7 @@ from jax import lax
 from parity import assert_parity, make_mesh
 from parity import quick_compiles as quick_compiles
 from plan_helpers import (
-    Sharded,
-    any_dtype,
-    compiled_moves,
+    assert_moves_hold,
     cpu_mesh,
     emitted_moves,
     planned_moves,
@@ -106,12 +104,6 @@ def reductions(plan: shardfn.Plan) -> dict[str, set[str]]:
         if line.op in ("psum_scatter", "all_reduce") and line.path:
             found.setdefault(line.path, set()).add(line.dtype)
     return found
-
-
-def assert_moves_hold(case: Sharded) -> None:
-    assert emitted_moves(case) == planned_moves(case.plan)
-    compiled = any_dtype(compiled_moves(case.compile()))
-    assert compiled == any_dtype(planned_moves(case.plan))
 
 
 @pytest.mark.standard_promotion

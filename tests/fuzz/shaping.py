@@ -1,5 +1,7 @@
 """Operations of the language that move elements: shapes and indices."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from builder import Builder, Chosen, Value, bounded
@@ -125,16 +127,18 @@ def one_hot(index, n):
     return jax.nn.one_hot(index, n)
 
 
-@operation(
-    lambda b: (
-        lambda x: (
-            [x, b.pick("i", 1, lambda i: i.shape == x.shape[:1])],
-            {"n": b.size()},
-        )
-    )(b.pick("f", 1)),
-    exact=True,
-    growth=lambda a, r: a[0].bound * a[0].shape[0],
-)
+def _by_row(exact: bool = False) -> Callable[[Builder], Chosen]:
+    """A value, an index per row of it, and into how many places they point."""
+
+    def choose(b: Builder) -> Chosen:
+        x = (b.exact if exact else b.pick)("f", 1)
+        index = b.pick("i", 1, lambda i: i.shape == x.shape[:1])
+        return [x, index], {"n": b.size()}
+
+    return choose
+
+
+@operation(_by_row(), exact=True, growth=lambda a, r: a[0].bound * a[0].shape[0])
 def scatter_add(x, index, n):
     return jnp.zeros((n, *x.shape[1:])).at[index % n].add(x)
 
@@ -145,15 +149,7 @@ def scatter_into(x, index, axis):
     return x.at[index % x.shape[0]].add(2.0)
 
 
-@operation(
-    lambda b: (
-        lambda x: (
-            [x, b.pick("i", 1, lambda i: i.shape == x.shape[:1])],
-            {"n": b.size()},
-        )
-    )(b.exact("f", 1)),
-    jumps=True,
-)
+@operation(_by_row(exact=True), jumps=True)
 def scatter_max(x, index, n):
     return jnp.zeros((n, *x.shape[1:])).at[index % n].max(x)
 

@@ -102,6 +102,11 @@ def dense_params(key: jax.Array, *widths: int) -> list[dict]:
     return [layer(*args) for args in zip(keys, widths[:-1], widths[1:], strict=True)]
 
 
+def perceptron(key: jax.Array) -> list[dict]:
+    """Parameters from `vectors` to its outputs, of widths that 8 does not divide."""
+    return dense_params(key, 7, 36, 5)
+
+
 def dense_apply(params: list[dict], x: jax.Array) -> jax.Array:
     """`tanh` between the layers, none after the last."""
     for layer in params[:-1]:

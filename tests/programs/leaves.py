@@ -10,11 +10,7 @@ from jax.experimental import pallas as pl
 
 from ._data import ROWS, vectors
 from ._program import Program, register
-from ._train import dense_apply, dense_params, descend, normal_params, squared_error
-
-
-def perceptron(key):
-    return dense_params(key, 7, 36, 5)
+from ._train import dense_apply, descend, normal_params, perceptron, squared_error
 
 
 @register("complex_weights")

@@ -9,7 +9,7 @@ import optax
 
 from ._data import ROWS, vectors
 from ._program import Program, register
-from ._train import dense_apply, dense_params
+from ._train import dense_apply, dense_params, perceptron
 
 
 def transitions(seed):
@@ -30,7 +30,7 @@ def q_learning() -> Program:
     tx = optax.adam(1e-2)
 
     def init(key):
-        params = dense_params(key, 7, 36, 5)
+        params = perceptron(key)
         target = jax.tree.map(jnp.copy, params)
         state = {"params": params, "target": target, "opt": tx.init(params)}
         return state | {"step": jnp.int32(0)}

@@ -11,7 +11,7 @@ import optax
 
 from ._data import vectors
 from ._program import Program, register
-from ._train import dense_params, squared_error, train
+from ._train import perceptron, squared_error, train
 
 
 class Counters(NamedTuple):
@@ -47,7 +47,7 @@ def state_of_everything() -> Program:
             "keys": jax.random.split(jax.random.key(6), 9),
             "words": jnp.arange(16, dtype=jnp.uint32).reshape(8, 2),
         }
-        return Everything(dense_params(key, 7, 36, 5), counters, extras)
+        return Everything(perceptron(key), counters, extras)
 
     def train_step(state, batch):
         loss, grads = jax.value_and_grad(squared_error)(state.params, batch)
@@ -102,7 +102,7 @@ def state_float16() -> Program:
     """float16 parameters, float32 master copy, a loss scale that grows."""
 
     def init(key):
-        master = dense_params(key, 7, 36, 5)
+        master = perceptron(key)
         half = jax.tree.map(lambda p: p.astype(jnp.float16), master)
         return {"master": master, "half": half, "scale": jnp.float32(128.0)}
 
@@ -134,7 +134,7 @@ def state_partly_unused() -> Program:
 
     def init(key):
         a, b = jax.random.split(key)
-        w = dense_params(a, 7, 36, 5)
+        w = perceptron(a)
         big = jax.random.normal(b, (36, 11))
         return {"params": w, "past": big, "older": big + 1, "reset": big * 2}
 
@@ -178,7 +178,7 @@ def state_tuple_adam() -> Program:
     """Parameters in nested tuples with one scalar parameter."""
 
     def init_params(key):
-        return (dense_params(key, 7, 36, 5), (jnp.float32(0.5), ()))
+        return (perceptron(key), (jnp.float32(0.5), ()))
 
     def loss_fn(params, batch):
         dense, (scale, _) = params

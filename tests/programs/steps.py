@@ -18,13 +18,10 @@ from ._train import (
     dense_params,
     descend,
     normal_params,
+    perceptron,
     squared_error,
     train,
 )
-
-
-def perceptron(key):
-    return dense_params(key, 7, 36, 5)
 
 
 @register("accumulate_given")
