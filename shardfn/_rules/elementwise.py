@@ -17,7 +17,7 @@ _NONLINEAR = (
     "clamp clz cos cosh digamma eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt "
     "igamma igamma_grad_a igammac integer_pow is_finite le le_to lgamma log log1p log2 "
     "logistic lt lt_to max min ne nextafter not one_minus_square or polygamma "
-    "population_count pow random_clone random_fold_in random_seed reduce_precision "
+    "population_count pow random_clone random_seed reduce_precision "
     "rem round rsqrt shift_left shift_right_arithmetic "
     "shift_right_logical sign sin sinh sqrt square tan tanh threefry2x32 xor zeta"
 )

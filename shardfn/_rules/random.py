@@ -28,6 +28,7 @@ from shardfn._rules._names import (
     result_shapes,
     shape_of,
 )
+from shardfn._rules.elementwise import elementwise_rule
 
 
 def _is_counted(eqn: JaxprEqn) -> bool:
@@ -36,12 +37,19 @@ def _is_counted(eqn: JaxprEqn) -> bool:
     return counted and jax.config.jax_threefry_partitionable  # pyright: ignore
 
 
+def _of_keys(eqn: JaxprEqn, rule: OpShardingRule) -> OpShardingRule:
+    """`rule`, or all whole: of an array of RBG keys the first makes all bits."""
+    if str(dtype_of(eqn)) == "key<fry>":
+        return rule
+    return make_rule(eqn, rule.operands, rule.results, whole=dict(rule.sizes))
+
+
 def _made_from_keys(eqn: JaxprEqn) -> OpShardingRule:
     """`a -> a b c` for an array of keys that each make an array of shape `(b, c)`."""
     keys = len(shape_of(eqn))
     names = factor_names(len(result_shape(eqn)))
     whole = () if _is_counted(eqn) else names[keys:]
-    return make_rule(eqn, [names[:keys]], [names], whole=whole)
+    return _of_keys(eqn, make_rule(eqn, [names[:keys]], [names], whole=whole))
 
 
 def _random_bits_local(op: LocalOp, keys: jax.Array) -> Sequence[jax.Array]:
@@ -165,12 +173,19 @@ def _random_unwrap(eqn: JaxprEqn) -> OpShardingRule:
     return make_rule(eqn, [names[:keys]], [names], whole=names[keys:])
 
 
+@register_rule(*primitives("random_fold_in"))
+def _random_fold_in(eqn: JaxprEqn) -> OpShardingRule:
+    """`a, a -> a` for as many keys as numbers."""
+    return _of_keys(eqn, elementwise_rule(eqn))
+
+
 @register_rule(*primitives("random_gamma"))
 def _random_gamma(eqn: JaxprEqn) -> OpShardingRule:
     """`a, a b -> a b  whole={b}`: a key is split over the samples that it makes."""
     names = factor_names(len(result_shape(eqn)))
     keys = len(shape_of(eqn))
-    return make_rule(eqn, [names[:keys], names], [names], whole=names[keys:])
+    rule = make_rule(eqn, [names[:keys], names], [names], whole=names[keys:])
+    return _of_keys(eqn, rule)
 
 
 @register_rule(*primitives("rng_bit_generator", "rng_uniform"))

@@ -125,9 +125,19 @@ def test_counts_beyond_32_bits():
 
 @pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
 def test_bits_of_other_generators_are_whole(impl):
+    """Also over an array of keys, of which JAX uses the first."""
     key = jax.random.key(0, impl=impl)
     eqn, _ = equation_of(bits((8, 5)), key)
     assert str(rule_of(eqn)) == "-> a b  whole={a, b}"
+    keys = jax.random.split(key, 4)
+    numbers = jnp.arange(4, dtype=jnp.uint32)
+    for fn, args, expected in [
+        (bits((5,)), [keys], "a -> a b  whole={a, b}"),
+        (jax.vmap(jax.random.split), [keys], "a -> a b  whole={a, b}"),
+        (jax.vmap(jax.random.fold_in), [keys, numbers], "a, a -> a  whole={a}"),
+    ]:
+        eqn, _ = equation_of(fn, *args)
+        assert str(rule_of(eqn)) == expected
 
 
 def test_bits_are_whole_if_threefry_is_not_partitionable():
