@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import Sharding
 
-from shardfn import _compat
+from shardfn import _compat, _processes
 
 SMALL = 64 * 2**20
 """Bytes of temporary memory that no further program is compiled for."""
@@ -39,6 +39,7 @@ def make_leaves(
         return jax.jit(make, out_shardings=list(shardings))(*args)
     made: dict[int, jax.Array] = {}
     for chosen, program in programs(make, shardings, sizes, args):
+        _processes.meet("compiled what makes the state")
         made.update(zip(chosen, program(*args), strict=True))
         if len(made) < len(shardings):
             jax.block_until_ready(list(made.values()))

@@ -1,11 +1,14 @@
 """What of a leaf is on disk, and what Orbax is given to write and to read it.
 
 In: leaves of a state, and the arrays that store them. Out: their shapes and dtypes on
-disk, and the items and arguments of Orbax's handler.
+disk, how they differ, and the items, arguments and options of Orbax.
 """
 
+import contextlib
+import dataclasses
 import functools
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +17,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
 
-from shardfn import _compat
+from shardfn import _compat, _processes
 from shardfn._arguments import Leaf
 from shardfn._orbax import StoredRestoreArgs, registry
 from shardfn._uneven import uneven
@@ -58,6 +61,37 @@ def has_values(leaf: Leaf) -> bool:
     return 0 not in leaf.aval.shape
 
 
+def differences(leaves: Sequence[Leaf], saved: Mapping[str, Saved]) -> list[str]:
+    """A line for every leaf that is not the same in a checkpoint and in a state."""
+    wanted = {leaf.name: on_disk(leaf.aval) for leaf in leaves if has_values(leaf)}
+    missing = [f"missing: '{k}' {v}" for k, v in wanted.items() if k not in saved]
+    extra = [f"in it only: '{k}' {v}" for k, v in saved.items() if k not in wanted]
+    other = [
+        f"different: '{k}' is {saved[k]}, and {v} in the state"
+        for k, v in wanted.items()
+        if k in saved and saved[k] != v
+    ]
+    return [*missing, *extra, *other]
+
+
+def not_json(x: Any, path: str) -> tuple[str, str] | None:
+    """The path and the type of the first part that JSON cannot hold, if any."""
+    with contextlib.suppress(TypeError, ValueError):
+        json.dumps(x)
+        return None
+    parts: list[tuple[Any, Any]] = []
+    if isinstance(x, dict):
+        parts = list(x.items())
+    elif isinstance(x, list | tuple):
+        parts = list(enumerate(x))
+    for key, part in parts:
+        if found := not_json(part, f"{path}[{key!r}]"):
+            return found
+    if isinstance(x, jax.Array):
+        return path, f"a jax.Array {jax.typeof(x).str_short()}"
+    return path, f"of type {type(x).__name__}"
+
+
 def empty(target: jax.ShapeDtypeStruct) -> jax.Array:
     """The array that stores a leaf that has no values."""
     return jnp.zeros(target.shape, target.dtype, device=target.sharding)
@@ -97,8 +131,28 @@ def read(
     items = [target if has_values(leaf) else None for leaf, target in both]
     args = [restore_args(*pair) if has_values(pair[0]) else None for pair in both]
     item, given = (jax.tree.unflatten(treedef, x)[0] for x in (items, args))
-    with ocp.Checkpointer(handler()) as checkpointer:
-        restored = checkpointer.restore(
+    # Not by a Checkpointer: after it has read, it waits for all processes, also for one
+    # that could not.
+    with contextlib.closing(handler()) as reader:
+        restored = reader.restore(
             directory, args=ocp.args.PyTreeRestore(item, restore_args=given)
         )
     return jax.tree.leaves(restored)
+
+
+def manager_options(
+    options: ocp.CheckpointManagerOptions | None, directory: epath.Path
+) -> ocp.CheckpointManagerOptions:
+    """Options with which processes wait for each other on their hosts. Orbax does it by
+    a collective else, which gloo, on CPU devices, ends after 30 seconds: one process
+    may write or delete for longer than that."""
+    options = options or ocp.CheckpointManagerOptions()
+    everyone, several = _processes.everyone(), options.multiprocessing_options
+    if everyone is None or several.active_processes is not None:
+        return options
+    if options.create:  # Orbax does not, for processes that it is told of
+        if _processes.index() == 0:
+            directory.mkdir(parents=True, exist_ok=True)
+        _processes.meet("opened the directory of checkpoints")
+    several = dataclasses.replace(several, active_processes=everyone)
+    return dataclasses.replace(options, create=False, multiprocessing_options=several)

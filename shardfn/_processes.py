@@ -20,6 +20,7 @@ WAIT_SECONDS = 600
 
 _compared = itertools.count()
 _met = itertools.count()
+_tried = itertools.count()
 
 
 def index() -> int:
@@ -52,6 +53,13 @@ def own_directory() -> dict[str, Any]:
     """What tells Orbax to write into a directory of this process's own; it merges
     them."""
     return {"process_index": index()}
+
+
+def everyone() -> set[int] | None:
+    """The numbers of all processes, if they can wait for each other on their hosts."""
+    if count() == 1 or _compat.distributed_client() is None:
+        return None
+    return set(range(count()))
 
 
 def assert_same(what: str, text: str) -> None:
@@ -115,6 +123,30 @@ def meet(done: str) -> None:
             "Every process has to call the same steps in the same order, and all have "
             "to be alive: the output of the others says what became of them."
         ) from error
+
+
+def failed_elsewhere(own: str | None) -> tuple[int, str] | None:
+    """Tells all processes whether this one has failed; all have to call it.
+
+    Args:
+      own: what went wrong here, or None.
+
+    Returns:
+      The number of the first process that has failed, and what went wrong there.
+
+    Raises:
+      ShardingError: another one does not come in `WAIT_SECONDS`.
+    """
+    client = _compat.distributed_client()
+    if count() == 1 or client is None:
+        return None
+    key = f"shardfn/tried/{next(_tried)}"
+    client.key_value_set(f"{key}/{index()}", "well" if own is None else f"not: {own}")
+    for process in range(count()):
+        text = _theirs(client, f"{key}/{process}", process, "attempt")
+        if text != "well":
+            return process, text.removeprefix("not: ")
+    return None
 
 
 def _theirs(client: Any, key: str, other: int, what: str) -> str:

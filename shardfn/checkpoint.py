@@ -7,8 +7,9 @@ as another step on another mesh wants it, or whole on one device.
 Needs the extra `checkpoint`: `pip install -e '.[checkpoint]'`.
 """
 
+import contextlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,10 +23,12 @@ from shardfn._arguments import Leaf, leaves_of, path_name
 from shardfn._errors import call_site
 from shardfn._on_disk import (
     Saved,
+    differences,
     empty,
     handler,
     has_values,
-    on_disk,
+    manager_options,
+    not_json,
     read,
     values,
 )
@@ -90,7 +93,7 @@ class Checkpoints:
             )
         self._manager = ocp.CheckpointManager(
             self.directory,
-            options=options,
+            options=manager_options(options, self.directory),
             item_handlers={ITEM: handler()},
         )
 
@@ -122,17 +125,24 @@ class Checkpoints:
         Args:
           number: the checkpoint's number, such as the count of steps taken.
           state: the state, stored or whole.
-          extra: anything else that JSON can hold, such as the position in the data.
+          extra: anything else that JSON can hold, such as the position in the data:
+            numbers as `int` and `float`, not as arrays.
 
         Returns:
           None.
 
         Raises:
-          CheckpointError: there is a checkpoint of that number, or two leaves of the
-            state have the same path.
+          CheckpointError: there is a checkpoint of that number, two leaves of the
+            state have the same path, or JSON cannot hold `extra`; nothing is written.
           Exception: what went wrong while an earlier checkpoint was written.
         """
         self.wait()
+        if found := not_json(dict(extra or {}), "extra"):
+            raise CheckpointError(
+                f"{found[0]} is {found[1]}, which JSON cannot hold.\n"
+                f"  save was called at {call_site()}\n"
+                "Pass float(...) or int(...) of a number, .tolist() of an array."
+            )
         if number in self.numbers:
             raise CheckpointError(
                 f"there is a checkpoint {number} in {self.directory} already.\n"
@@ -152,6 +162,7 @@ class Checkpoints:
             custom_metadata=dict(extra or {}),
             force=True,
         )
+        self._writing = number
 
     def restore(self, like: Any, number: int | None = None) -> Any:
         """Reads a checkpoint into a state of the form of `like`.
@@ -172,15 +183,18 @@ class Checkpoints:
         Raises:
           FileNotFoundError: there is no such checkpoint.
           CheckpointError: leaves are missing from the checkpoint, are in the checkpoint
-            only, or have another shape or dtype; it lists them by path.
+            only, or have another shape or dtype; it lists them by path. Or another
+            process cannot read its part.
+          Exception: whatever Orbax raises for files that are cut off or missing.
         """
         self.wait()
         number = self._found(number)
         leaves, treedef, targets = self._targets(like)
-        saved = self._saved(number)
-        _check_fit(leaves, saved, f"checkpoint {number} in {self.directory}")
-        where = self.directory / str(number) / ITEM
-        found = read(where, leaves, targets, treedef)[::-1]
+        name = f"checkpoint {number} in {self.directory}"
+        with _in_all_processes(name):
+            _check_fit(leaves, self._saved(number), name)
+            where = self.directory / str(number) / ITEM
+            found = read(where, leaves, targets, treedef)[::-1]
         arrays = []
         for leaf, target in zip(leaves, targets, strict=True):
             x = found.pop() if has_values(leaf) else empty(target)
@@ -279,17 +293,25 @@ def _check_names(leaves: Sequence[Leaf]) -> None:
             )
 
 
+@contextlib.contextmanager
+def _in_all_processes(name: str) -> Iterator[None]:
+    """What one process cannot read, all do not: they go on together, or not at all."""
+    try:
+        yield
+    except Exception as error:
+        _processes.failed_elsewhere(f"{type(error).__name__}: {error}")
+        raise
+    if found := _processes.failed_elsewhere(None):
+        raise CheckpointError(
+            f"process {found[0]} cannot read its part of {name}:\n    {found[1]}\n"
+            f"  restore was called at {call_site()}\n"
+            "Restore an older checkpoint, in every process."
+        )
+
+
 def _check_fit(leaves: Sequence[Leaf], saved: Mapping[str, Saved], where: str) -> None:
     """Lists every leaf that is not the same in the checkpoint and in the state."""
-    wanted = {leaf.name: on_disk(leaf.aval) for leaf in leaves if has_values(leaf)}
-    missing = [f"missing: '{k}' {v}" for k, v in wanted.items() if k not in saved]
-    extra = [f"in it only: '{k}' {v}" for k, v in saved.items() if k not in wanted]
-    other = [
-        f"different: '{k}' is {saved[k]}, and {v} in the state"
-        for k, v in wanted.items()
-        if k in saved and saved[k] != v
-    ]
-    if lines := [*missing, *extra, *other]:
+    if lines := differences(leaves, saved):
         raise CheckpointError(
             f"{where} does not fit the state:\n    "
             + "\n    ".join(lines)

@@ -20,6 +20,7 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
 import shardfn  # noqa: E402
+from shardfn import checkpoint  # noqa: E402
 from shardfn.checkpoint import Checkpoints  # noqa: E402
 from shardfn.export import write_safetensors  # noqa: E402
 
@@ -62,6 +63,7 @@ def train(step: shardfn.ShardedStep) -> dict[str, Any]:
     with Checkpoints(DIRECTORY, step) as checkpoints:
         checkpoints.save(1, state)
         state, loss = step(state, batch)
+        refusal = refuse(checkpoints)
         restored = checkpoints.restore(jax.eval_shape(create, jax.random.key(0)))
     again, _ = step(restored, batch)
     same = all(
@@ -74,7 +76,25 @@ def train(step: shardfn.ShardedStep) -> dict[str, Any]:
     write_safetensors(f"{DIRECTORY}/model.safetensors", state, step)
     whole = step.unshard(state, process=0)
     sums = whole and {k: float(jnp.abs(whole[k]).sum()) for k in ("flat", "long")}
-    return {"loss": float(loss), "same": same, "sums": sums}
+    return {"loss": float(loss), "same": same, "sums": sums, "refusal": refusal}
+
+
+def refuse(checkpoints: Checkpoints) -> str:
+    """What `restore` raises if the last process alone cannot read."""
+
+    def cut_off(*_: Any) -> None:
+        raise OSError("cut off")
+
+    read = checkpoint.read
+    if INDEX == COUNT - 1:
+        checkpoint.read = cut_off
+    try:
+        checkpoints.restore(jax.eval_shape(create, jax.random.key(0)))
+    except (OSError, checkpoint.CheckpointError) as error:
+        return str(error)
+    finally:
+        checkpoint.read = read
+    return "it was not refused"
 
 
 def main() -> None:

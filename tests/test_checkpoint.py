@@ -245,6 +245,27 @@ def test_numbers(steps, tmp_path) -> None:
             checkpoints.restore(state, 5)
 
 
+@pytest.mark.parametrize(
+    "extra, message",
+    [
+        ({"loss": jnp.ones(())}, "extra['loss'] is a jax.Array float32[]"),
+        ({"a": [{"b": np.int32(1)}]}, "extra['a'][0]['b'] is of type int32"),
+    ],
+)
+def test_extra_that_json_cannot_hold(tmp_path, extra, message) -> None:
+    with Checkpoints(tmp_path) as checkpoints:
+        with pytest.raises(CheckpointError) as error:
+            checkpoints.save(1, {"w": jnp.ones(3)}, extra)
+        checkpoints.save(1, {"w": jnp.ones(3)}, {"loss": 1.0, "at": (1, None)})
+        assert checkpoints.numbers == [], "it is being written"
+        checkpoints.wait()
+        assert checkpoints.extra() == {"loss": 1.0, "at": [1, None]}
+    first, where, advice = str(error.value).splitlines()
+    assert first == f"{message}, which JSON cannot hold."
+    assert where.startswith("  save was called at test_checkpoint.py:")
+    assert advice == "Pass float(...) or int(...) of a number, .tolist() of an array."
+
+
 def test_two_leaves_of_one_name(steps, tmp_path) -> None:
     step = steps["2"]
     state = step.init(lambda: {"a.b": jnp.ones(4), "a": {"b": jnp.zeros(4)}})

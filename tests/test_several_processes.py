@@ -72,6 +72,13 @@ def test_they_compute_what_one_device_does(count: int, tmp_path: Path) -> None:
     for process in found:
         assert process["same"], "restored, training goes on with the same bits"
         np.testing.assert_allclose(process["loss"], loss, rtol=1e-5)
+    *others, last = (process["refusal"] for process in found)
+    assert last == "cut off", "only this one cannot read, and none goes on"
+    for refusal in others:
+        assert refusal.splitlines()[:2] == [
+            f"process {count - 1} cannot read its part of checkpoint 1 in {tmp_path}:",
+            "    OSError: cut off",
+        ]
     sums = {k: float(jnp.abs(second[k]).sum()) for k in ("flat", "long")}
     assert found[0]["sums"] == pytest.approx(sums, rel=1e-5)
     assert [process["sums"] for process in found[1:]] == [None] * (count - 1)

@@ -174,8 +174,23 @@ class Config:
             raise ConfigError("--plan needs shardfn: leave --plain out.")
         if self.coordinator and (self.plain or not self.run_dir):
             raise ConfigError("--coordinator needs --run-dir, and shardfn: no --plain.")
+        if (self.process_count > 1 or self.process_id) and not self.coordinator:
+            raise ConfigError("--process-count and --process-id need --coordinator.")
+        if not 0 <= self.process_id < self.process_count:
+            raise ConfigError(
+                f"--process-id {self.process_id}: of --process-count "
+                f"{self.process_count} the first is 0."
+            )
         if self.data.files and self.data.hf:
             raise ConfigError("--data.files and --data.hf: give one of them.")
+
+    def check_devices(self, count: int) -> None:
+        if not self.plain and self.batch_size % count:
+            more = -(-self.batch_size // count) * count
+            raise ConfigError(
+                f"--batch-size {self.batch_size}: {count} devices cannot split it "
+                f"evenly. Give a multiple of {count}, such as {more}, or other devices."
+            )
 
     def check_vocabulary(self, size: int) -> None:
         if size > self.model.vocabulary:
@@ -205,6 +220,10 @@ def to_json(config: Config) -> str:
 
 def from_json(path: Path) -> Config:
     """Returns the config that a run was started with."""
+    if not path.is_file():
+        raise ConfigError(
+            f"--run-dir {path.parent}: no run is there, with config.json."
+        )
     return rebuild(Config, json.loads(path.read_text()))
 
 

@@ -10,6 +10,9 @@ import flops
 from config import Config, ConfigError
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+PRINT_SECONDS = 10
+"""Between two lines, where the output is no terminal and a bar would not move."""
+
 
 class Metrics:
     """Writes the metrics of a run's steps; a context manager.
@@ -32,15 +35,18 @@ class Metrics:
                 keep_until(folder / "metrics.jsonl", done)
             )
             self.board = self.tensorboard(done) if config.log.tensorboard else None
-        self.progress = self.stack.enter_context(
-            Progress(
-                TextColumn("train"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[numbers]}"),
-                disable=not writes,
-            )
+        self.progress = Progress(
+            TextColumn("train"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[numbers]}"),
         )
+        self.shows_bar = writes and self.progress.console.is_terminal
+        self.printed: float | None = None
+        if self.shows_bar:
+            self.stack.enter_context(self.progress)
+        elif writes:
+            print(f"compiling; every step: {folder / 'metrics.jsonl'}", flush=True)
         self.task = self.progress.add_task(
             *("train", True, config.steps), completed=done, numbers="compiling"
         )
@@ -85,13 +91,23 @@ class Metrics:
             "mfu": self.mfu,
             "memory_bytes": flops.memory_in_use(),
         }
-        self.file.write(json.dumps(numbers) + "\n")
-        self.file.flush()
+        self.write(json.dumps(numbers) + "\n")
         if self.board:
             for name, value in numbers.items():
                 if name != "step" and value is not None:
                     self.board.add_scalar(name, value, step)
         self.progress.update(self.task, completed=step, numbers=self.line(numbers))
+        due = self.printed is None or now >= self.printed + PRINT_SECONDS
+        if not self.shows_bar and (due or last):
+            self.printed = now
+            print(f"step {step}/{self.config.steps}  {self.line(numbers)}", flush=True)
+
+    def write(self, line: str) -> None:
+        try:
+            self.file.write(line)
+            self.file.flush()
+        except OSError as error:  # which file it was is in no message of Python's
+            raise OSError(error.errno, error.strerror, self.file.name) from None
 
     @property
     def mfu(self) -> float | None:
@@ -102,9 +118,9 @@ class Metrics:
         used = f"{self.speed * self.flops_per_token / 1e9:,.1f} GFLOP/s"
         if numbers["mfu"] is not None:
             used = f"MFU {numbers['mfu']:.1%}"
+        speed = f"{self.speed:,.0f} tokens/s  {used}  " if self.speed else ""
         return (
-            f"loss {numbers['loss']:.3f}  grad {numbers['grad_norm']:.2f}  "
-            f"{self.speed:,.0f} tokens/s  {used}  "
+            f"loss {numbers['loss']:.3f}  grad {numbers['grad_norm']:.2f}  {speed}"
             f"{numbers['memory_bytes'] / 1e9:.1f} GB"
         )
 

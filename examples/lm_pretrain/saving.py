@@ -4,7 +4,6 @@ A checkpoint that cannot be read is set aside, with a message, for an older one;
 that has checkpoints never starts from the beginning by itself.
 """
 
-import dataclasses
 import json
 import shutil
 import zlib
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
-from config import Config, ConfigError
+from config import Config, ConfigError, to_json
 from data import Packed
 from jax.errors import JaxRuntimeError
 from jax.experimental import multihost_utils
@@ -23,8 +22,11 @@ from machine import Machine
 import shardfn
 from shardfn.checkpoint import Checkpoints
 
-SAME = ("model", "optimizer", "data", "batch_size", "seed")
+SAME = ("--model", "--optimizer", "--data", "--batch-size", "--seed")
 """What a run has to go on with."""
+MAY_CHANGE = ("--run-dir", "--preset", "--coordinator", "--process-id")
+"""What says nothing about the run."""
+EFFECT = {"--steps": ": the learning rate now falls until that step"}
 
 
 class SaveError(RuntimeError):
@@ -77,12 +79,14 @@ class Saves:
                     f"another task died while a checkpoint was written in "
                     f"{self.folder}: {shorten(error)}\n"
                     f"Complete are {complete(self.folder) or 'none'}. Start again with "
-                    "any number of processes; they go on from the last one."
+                    f"any number of processes and --run-dir {self.folder.parent}: they "
+                    "go on from the last one."
                 ) from error
             raise SaveError(
                 f"a checkpoint cannot be written in {self.folder}: {shorten(error)}\n"
-                f"Complete are {complete(self.folder) or 'none'}. Make room or give "
-                "another --run-dir; the same command then goes on from the last one."
+                f"Complete are {complete(self.folder) or 'none'}. Make room, and start "
+                f"again with --run-dir {self.folder.parent}: it goes on from the last "
+                "one."
             ) from error
 
     def resume(self) -> Resumed | None:
@@ -127,8 +131,11 @@ class Saves:
 
 
 def shorten(error: Exception) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"
+    """The first line of an error, and the end of it, where the reason often stands."""
+    line = next((x for x in str(error).splitlines() if x.strip()), "")
+    if len(line) > 320:
+        line = f"{line[:100]} … {line[-200:]}"
+    return f"{type(error).__name__}: {line}"
 
 
 def complete(folder: Path) -> list[int]:
@@ -136,23 +143,45 @@ def complete(folder: Path) -> list[int]:
     return sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit())
 
 
-def check_same(config: Config, folder: Path) -> None:
-    """Raises ConfigError if a run in `folder` was started with other choices."""
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file that no kill leaves half written."""
+    new = path.with_suffix(".new")
+    new.write_text(text)
+    new.replace(path)
+
+
+def check_same(config: Config, folder: Path) -> list[str]:
+    """Returns a line for each choice that a run in `folder` was not started with;
+    raises ConfigError where it has to go on with the old one."""
     path = folder / "config.json"
     if not path.exists() or not any(folder.glob("checkpoints/*/")):
-        return
-    before = json.loads(path.read_text())
-    now = json.loads(json.dumps(dataclasses.asdict(config)))
-    for group in SAME:
-        pairs = [(f"--{group.replace('_', '-')}", before.get(group), now[group])]
-        if isinstance(now[group], dict):
-            pairs = [
-                (f"--{group}.{key.replace('_', '-')}", before[group].get(key), value)
-                for key, value in now[group].items()
-            ]
-        for flag, old, new in pairs:
-            if old != new:
-                raise ConfigError(
-                    f"{flag} {new}: the run in {folder} was started with {old}. Give "
-                    "that, or another --run-dir."
-                )
+        return []
+    try:
+        before = flags(json.loads(path.read_text()))
+    except ValueError as error:
+        raise ConfigError(
+            f"{path} is not what a run has written ({error}). Bring it back, or give "
+            "another --run-dir."
+        ) from None
+    lines = []
+    for flag, new in flags(json.loads(to_json(config))).items():
+        old = before.get(flag)
+        if old == new or flag in MAY_CHANGE:
+            continue
+        if flag.split(".")[0] in SAME:
+            raise ConfigError(
+                f"{flag} {new}: the run in {folder} was started with {old}. Give "
+                "that, or another --run-dir."
+            )
+        lines.append(f"changed:   {flag} {new}, which was {old}{EFFECT.get(flag, '')}")
+    return lines
+
+
+def flags(choices: Mapping[str, Any], prefix: str = "--") -> dict[str, Any]:
+    """Returns nested choices by the names of their flags."""
+    found = {}
+    for key, value in choices.items():
+        flag = prefix + key.replace("_", "-")
+        nested = isinstance(value, dict)
+        found |= flags(value, f"{flag}.") if nested else {flag: value}
+    return found

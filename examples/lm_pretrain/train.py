@@ -5,6 +5,11 @@ python examples/lm_pretrain/train.py --plain               # the same on one dev
 python examples/lm_pretrain/train.py --devices 8 --plan    # what will be communicated
 """
 
+if __name__ == "__main__":  # first: the other imports take seconds
+    from stopping import end_when_told
+
+    end_when_told()
+
 import dataclasses
 import logging
 import os
@@ -12,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import machine
@@ -25,7 +30,7 @@ from loop import Diverged, Trained, train
 from machine import Machine
 from metrics import Metrics, plot
 from models import count_parameters
-from saving import SaveError, Saves, check_same
+from saving import SaveError, Saves, check_same, write_whole
 from step import train_step
 from stopping import Stopping
 from tokens import load_tokenizer
@@ -38,7 +43,7 @@ class Report:
     losses: list[float]  # of each step of this process, nats per token
     heldout: Heldout
     unigram: float  # nats per byte, of the held-out text
-    tokens_per_second: float  # without the first step, which compiles
+    tokens_per_second: float  # without the first step, which compiles; or 0
     folder: Path
 
 
@@ -46,6 +51,7 @@ def main(config: Config) -> Report | None:
     """Returns None if nothing was trained to the end: `--plan`, or a signal."""
     config.check()
     machine.start(config)
+    config.check_devices(jax.device_count())
     tokenizer = load_tokenizer(config.data)
     config.check_vocabulary(tokenizer.size)
     train_texts, heldout_texts = split(load_documents(config.data))
@@ -55,8 +61,11 @@ def main(config: Config) -> Report | None:
     if config.plan:
         print(on.train.plan(on.abstract_state, next(batches)))
         return None
+    # Before the training, so that a text that is too short does not show up after it.
+    held = heldout_batches(heldout, config.model.context, on.share)
     folder = open_run(config)
-    with Stopping() as stopping, Saves(config, folder, on, text) as saves:
+    several = jax.process_count() > 1
+    with Stopping(several) as stopping, Saves(config, folder, on, text) as saves:
         trained, speed = train_from_last_save(
             config, on, batches, folder, saves, stopping
         )
@@ -68,8 +77,7 @@ def main(config: Config) -> Report | None:
             return None
         saves.wait()
         stopping.training = False
-        batches = heldout_batches(heldout, config.model.context, on.share)
-        _, loss = evaluate(on.evaluate, trained.state, on.feed(batches), heldout.bytes)
+        _, loss = evaluate(on.evaluate, trained.state, on.feed(held), heldout.bytes)
     if config.log.plot and jax.process_index() == 0:
         print(plot(folder))
     unigram = unigram_entropy(heldout_texts)
@@ -87,11 +95,17 @@ def train_from_last_save(
     """Returns what was trained, and tokens per second."""
     resumed = saves.resume()
     done = resumed.done if resumed else 0
+    if resumed and done >= config.steps:
+        print(
+            f"the run is complete: it has taken {done} steps, of {config.steps}. Give "
+            "more --steps to go on.",
+            flush=True,
+        )
+        return Trained(resumed.state, done, []), 0.0
     if resumed:
         print(f"going on after step {done} of {config.steps}", flush=True)
         batches.set_state(resumed.position)
     state = resumed.state if resumed else on.init()
-    stopping.training = True
     is_first = jax.process_index() == 0
     with Metrics(config, folder, done, writes=is_first) as metrics:
         trained = train(
@@ -121,11 +135,16 @@ def open_run(config: Config) -> Path:
     """Makes the run's folder, and prints and saves the config."""
     name = config.run_dir or time.strftime("runs/%Y%m%d-%H%M%S")
     folder = Path(name).absolute()
-    check_same(config, folder)
+    changes = check_same(config, folder)
     if jax.process_index() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(to_json(config))
-        print(describe(config))
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_whole(folder / "config.json", to_json(config))
+        except OSError as error:
+            raise ConfigError(
+                f"--run-dir {name}: cannot be written ({error.strerror}). Give another."
+            ) from None
+        print(describe(config), *changes, sep="\n")
         kind = jax.devices()[0].device_kind
         print(
             f"{count_parameters(config.model) / 1e6:,.1f}M parameters, "
@@ -137,24 +156,43 @@ def open_run(config: Config) -> Path:
 
 def sentence(report: Report) -> str:
     loss = report.heldout
+    speed = f"; {report.tokens_per_second:,.0f} tokens/s"
     return (
         f"held-out loss {loss.per_byte:.3f} nats/byte (perplexity "
         f"{loss.perplexity:.2f} per token); byte-unigram entropy of the same text "
-        f"{report.unigram:.3f} nats/byte; {report.tokens_per_second:,.0f} tokens/s"
+        f"{report.unigram:.3f} nats/byte{speed if report.tokens_per_second else ''}"
     )
 
 
 ERRORS = (ConfigError, DataError, Diverged, shardfn.ShardingError)
 
 
+def leave(message: str, status: int) -> NoReturn:
+    """Python's own way out waits for Orbax's threads, which print more."""
+    sys.stdout.flush()
+    print(message, file=sys.stderr, flush=True)
+    os._exit(status)
+
+
+def show(unraisable: "sys.UnraisableHookArgs") -> None:
+    """Shows an error that nobody can catch, unless it is of TensorStore's threads: when
+    a write fails, the others under way find that nobody waits for them."""
+    if unraisable.object is not None:
+        sys.__unraisablehook__(unraisable)
+
+
 def run(argv: list[str]) -> None:
-    # Orbax logs the traceback of each of its threads; the error is raised here as well.
-    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    # Orbax and TensorStore show what goes wrong in each of their threads and tasks; the
+    # first error is raised here as well.
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    sys.unraisablehook = show
     try:
         report = main(tyro.cli(Config, args=argv, default=with_preset(argv)))
-    except SaveError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        os._exit(1)  # Python's own way waits for Orbax's threads, which print more
+    except (SaveError, OSError) as error:
+        leave(f"error: {error}", 1)
+    except KeyboardInterrupt:
+        leave("stopped by a second Ctrl-C: steps since the last save are lost", 130)
     except ERRORS as error:
         sys.exit(f"error: {error}")
     if report and jax.process_index() == 0:

@@ -57,7 +57,9 @@ def test_the_command_makes_its_devices_and_prints_both_numbers(text, tmp_path):
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    assert "2/2" in done.stdout
+    lines = [line for line in done.stdout.splitlines() if line.startswith("step ")]
+    assert [line.split()[1] for line in lines] == ["1/2", "2/2"]
+    assert f"compiling; every step: {tmp_path}/run/metrics.jsonl" in done.stdout
     assert "held-out loss" in done.stdout
     assert "byte-unigram entropy of the same text" in done.stdout
     assert (tmp_path / "run/loss.png").stat().st_size > 1000
@@ -128,12 +130,23 @@ def test_a_loss_that_is_not_finite_stops_and_is_written_down(tiny):
             {"plain": True, "plan": True},
             "--plan needs shardfn: leave --plain out.",
         ),
+        (
+            {"batch_size": 30},
+            "--batch-size 30: 8 devices cannot split it evenly. Give a multiple of 8, "
+            "such as 32, or other devices.",
+        ),
+        ({"process_id": 1}, "--process-count and --process-id need --coordinator."),
+        (
+            {"process_id": 2, "process_count": 2, "coordinator": "localhost:1"},
+            "--process-id 2: of --process-count 2 the first is 0.",
+        ),
     ],
 )
 def test_flags_that_cannot_be_run_are_refused(tiny, change, message):
     with pytest.raises(ConfigError) as caught:
         main(dataclasses.replace(tiny, **change))
     assert str(caught.value) == message
+    assert not Path(tiny.run_dir).exists()
 
 
 def test_heads_that_do_not_fit_are_refused():

@@ -44,15 +44,17 @@ def test_without_one_process_the_others_end_and_fewer_go_on(tiny, tmp_path):
         assert process.wait(SECONDS + killed - time.monotonic()) != 0
         if process is not running[1]:
             assert "another task died" in log.read_text()
-    last = saved(config)[-1]
     before = losses(config.run_dir)
-    logs, running = processes(config, 3, tmp_path, "second")
-    wait_for(lambda: saved(config)[-1] > last, running[0], logs[0])
-    running[2].terminate()  # one is told, and all save and end
-    for process, log in zip(running, logs, strict=True):
-        assert process.wait(SECONDS) == 0, log.read_text()
-        assert f"going on after step {last} of" in log.read_text()
-        assert "stopped after step" in log.read_text()
-    after = losses(config.run_dir)
-    assert sorted(after) == list(range(1, saved(config)[-1] + 1))
-    assert all(before[k] == after[k] for k in range(1, last + 1))
+    for count in (3, 2):
+        last = saved(config)[-1]
+        logs, running = processes(config, count, tmp_path, f"with{count}_")
+        wait_for(lambda n=last: saved(config)[-1] > n, running[0], logs[0])
+        running[-1].terminate()  # one is told, and all save and end
+        for process, log in zip(running, logs, strict=True):
+            assert process.wait(SECONDS) == 0, log.read_text()
+            assert f"going on after step {last} of" in log.read_text()
+            assert "stopped after step" in log.read_text()
+        after = losses(config.run_dir)
+        assert sorted(after) == list(range(1, saved(config)[-1] + 1))
+        assert all(before[k] == after[k] for k in range(1, last + 1))
+        before = after
