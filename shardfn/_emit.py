@@ -273,6 +273,8 @@ class _Run:
         ]
 
         def iteration(carry: Any, x: Any, made: Any = ()) -> tuple[Any, Any]:
+            if node.backward and node.is_unrolled:
+                x = barrier(*x, *carry)[: len(x)]  # or it shares the forward's gathers
             out = run(*consts, *carry, *x, *made)
             return tuple(out[:n_carry]), tuple(out[n_carry:])
 
@@ -297,6 +299,8 @@ class _Run:
         keys = "length", "reverse", "unroll"
         params = {key: node.eqn.params[key] for key in keys}
         params["length"] //= math.prod(self.axes.sizes[i] for i in apart)
+        if step.ahead:  # outside of the loop it would drop what is gathered too much
+            params["unroll"] = math.gcd(params["length"], params["unroll"])
         carry, ys = run_scan(iteration, init=tuple(init), xs=tuple(xs), **params)
         if apart:  # what an iteration does not change is no row's own
             carry = [

@@ -58,6 +58,12 @@ class Node:
     kinds: tuple[str, ...] = ()
     looks: tuple[Any, ...] = ()
 
+    @property
+    def is_unrolled(self) -> bool:
+        """Whether it is a scan of which the compiler is given no loop."""
+        params = self.eqn.params
+        return self.kind == "scan" and params["unroll"] >= params["length"]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Program:

@@ -92,9 +92,8 @@ def test_the_order_changes_no_bit(kind: str, monkeypatch) -> None:
     jax.tree.map(np.testing.assert_array_equal, *results)
 
 
-@pytest.mark.aot
+@pytest.mark.aot("h100:8")
 @pytest.mark.standard_promotion
-@pytest.mark.skipif(bool(targets.missing("h100:8")), reason="no compiler for H100s")
 def test_unrolled_layers_with_remat_are_whole_one_at_a_time() -> None:
     """XLA for GPUs would sum all gradients at once, at the end of the step."""
     temporary = {}

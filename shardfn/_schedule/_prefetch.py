@@ -31,7 +31,7 @@ def prefetch(program: Program, body: BodyPlan, control: Control) -> BodyPlan:
             inner = zip(node.bodies, step.bodies, strict=True)
             bodies = tuple(prefetch(p, plan, control) for p, plan in inner)
             step = replace(step, bodies=bodies)
-            if node.kind == "scan":
+            if node.kind == "scan" and not node.is_unrolled:
                 scanned = node.bodies[0].inputs[sum(node.counts) :]
                 constants = node.bodies[0].inputs[: node.counts[0]]
                 given = [Ref(v) for v in (*constants, *scanned)]
@@ -46,8 +46,9 @@ def _scan(
 ) -> Apply:
     (body,) = step.bodies
     ahead = []
-    for lead in sorted(_leads(program, body, control)):
-        part, body = _Part(program, body, control, lead).take(given)
+    for asked in sorted(_leads(program, body, control)):
+        part, body = _Part(program, body, control, asked).take(given)
+        lead = min(asked, (step.times or 1) - 1)
         if part.exports:
             part = replace(part, imports=step.bodies[0].imports)
             ahead.append(Ahead(lead, part))
