@@ -5,8 +5,9 @@ has another value, shape or dtype.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -18,6 +19,9 @@ from shardfn._arguments import path_name
 
 SMALLEST_NORM = 1e-6
 """A leaf of a smaller norm counts as zero: its difference is compared as it is."""
+
+
+NO_NOISE: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,7 @@ def differences(
     tol: float,
     ignore: Sequence[str] = (),
     weak_types: bool = True,
+    allowed: Mapping[str, float] = NO_NOISE,
 ) -> Iterator[Difference]:
     """The leaves of two pytrees that differ, in order.
 
@@ -76,6 +81,7 @@ def differences(
         leaves have to be equal.
       ignore: patterns, searched in the paths of leaves whose values may differ.
       weak_types: whether weak types have to be the same too.
+      allowed: larger tolerances of some leaves, by path.
 
     Yields:
       One difference per leaf, or one of the whole if the structures differ.
@@ -90,27 +96,23 @@ def differences(
         if avals[0] != avals[1]:
             yield Difference(path, f"plain is {avals[0]}, sharded is {avals[1]}")
         elif not any(re.search(pattern, path) for pattern in ignore):
-            text = describe_difference(a.value, b.value, tol)
+            loose = max(tol, allowed.get(path, 0.0))
+            text = describe_difference(a.value, b.value, loose)
             if text is not None:
                 yield Difference(path, f"({a.aval}): {text}")
 
 
 def describe_difference(a: np.ndarray, b: np.ndarray, tol: float) -> str | None:
     """None if `b` is `a`; otherwise how far off it is, and the worst element."""
-    exact = not jnp.issubdtype(a.dtype, jnp.inexact)
-    wide = np.complex128 if jnp.issubdtype(a.dtype, jnp.complexfloating) else np.float64
-    x, y = (a, b) if exact else (a.astype(wide), b.astype(wide))
-    if exact:
-        wrong = np.flatnonzero(x != y)
+    if not jnp.issubdtype(a.dtype, jnp.inexact):
+        wrong = np.flatnonzero(a != b)
         if not len(wrong):
             return None
         return f"{len(wrong)} of {a.size} values differ, first {_element(a, b, wrong)}"
-    wrong = np.flatnonzero(np.isfinite(x) != np.isfinite(y))
+    wrong = np.flatnonzero(np.isfinite(a) != np.isfinite(b))
     if len(wrong):
         return f"not finite in {len(wrong)} other places, first {_element(a, b, wrong)}"
-    same = (x == y) | (np.isnan(x) & np.isnan(y))
-    gap = np.abs(np.subtract(x, y, out=np.zeros_like(x), where=~same))
-    norm = max(float(np.linalg.norm(x[np.isfinite(x)])), SMALLEST_NORM)
+    gap, norm = _gap(a, b)
     error = float(np.linalg.norm(gap)) / norm
     if error <= tol:
         return None
@@ -120,6 +122,22 @@ def describe_difference(a: np.ndarray, b: np.ndarray, tol: float) -> str | None:
         f"relative error {error:.2e} > {tol:.0e}, {off} of {a.size} values off, "
         f"worst {_element(a, b, worst)}"
     )
+
+
+def relative_error(a: np.ndarray, b: np.ndarray) -> float:
+    """The norm of the finite differences of two arrays, relative to that of `a`."""
+    gap, norm = _gap(a, b)
+    return float(np.linalg.norm(gap[np.isfinite(gap)])) / norm
+
+
+def _gap(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, float]:
+    """How far the elements of two floating-point arrays are apart, and the norm that
+    this is relative to."""
+    wide = np.complex128 if jnp.issubdtype(a.dtype, jnp.complexfloating) else np.float64
+    x, y = a.astype(wide), b.astype(wide)
+    same = (x == y) | (np.isnan(x) & np.isnan(y))
+    gap = np.abs(np.subtract(x, y, out=np.zeros_like(x), where=~same))
+    return gap, max(float(np.linalg.norm(x[np.isfinite(x)])), SMALLEST_NORM)
 
 
 def _element(a: np.ndarray, b: np.ndarray, flat: np.ndarray) -> str:

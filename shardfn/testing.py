@@ -4,19 +4,27 @@ In: a plain step, a mesh, a state and a batch. Out: nothing, or an AssertionErro
 names the first step and leaf that differ, and by how much.
 """
 
-from collections.abc import Callable, Sequence
+import difflib
+import functools
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
 import jax
 from jax.sharding import Mesh
 
 from shardfn._compare import Snapshot, differences, snapshot
+from shardfn._errors import call_site
 from shardfn._fully_shard import Options, fully_shard
+from shardfn._rounding import DECIDED, Noise, noise
 from shardfn._sharded_step import ShardedStep
 from shardfn._sharding import show
 
 SHOWN = 8
 """Leaves that a report names beside the first one."""
+
+NOISE = 4
+"""How many times the change by rounding a leaf may differ."""
 
 
 def assert_parity(
@@ -38,8 +46,11 @@ def assert_parity(
 
     Rounding alone may decide a leaf: one whose true gradient is zero (the bias in front
     of a batch norm) has a gradient of nothing but rounding errors, and Adam divides it
-    by its own size, so that the update is -1 or 1 at random. Name such leaves in
-    `ignore`, and return their gradients among the metrics, where they are compared.
+    by its own size, so that the update is -1 or 1 at random; so do optimizers that take
+    the gradient's sign. If a leaf differs by more than `tol`, the plain step is run
+    from arguments of which every element is rounded another way, and the leaf may
+    differ by four times what that changes. A leaf that rounding decides is thus not
+    compared to any use; if most are, nothing is proved, and the assertion fails.
 
     Args:
       step: pure function `(state, *batch) -> (state, ...)` for one device.
@@ -48,8 +59,9 @@ def assert_parity(
       *batch: the step's other arguments, of global shapes.
       steps: number of steps, each compared, all on the same batch.
       tol: largest norm of the difference of a floating-point leaf, relative to the
-        leaf's norm. The default is for float32; sums in bfloat16 agree to about 6e-2,
-        in float64 to 1e-14. Other leaves have to be equal to the bit.
+        leaf's norm, if rounding does not move it further. The default is for float32;
+        sums in bfloat16 agree to about 6e-2, in float64 to 1e-14. Other leaves have to
+        be equal to the bit.
       ignore: regular expressions; leaves of the state whose path one is found in have
         to agree in shape and dtype only.
       **options: arguments of `fully_shard`. `min_size` is 0 unless given, so that small
@@ -63,6 +75,7 @@ def assert_parity(
         in which case nothing would be proved.
       ShardingError: the step or its arguments cannot be sharded, or it is sharded
         already.
+      TypeError: there is no such argument.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -73,25 +86,34 @@ def assert_parity(
       >>> mesh = jax.make_mesh((8,), ("data",))
       >>> assert_parity(train_step, mesh, jnp.ones((4, 16)), jnp.ones((8, 4)))
     """
+    _check_names(options)
     given: Options = {"min_size": 0, **options}
     sharded = fully_shard(step, mesh, **given)
     plain = jax.jit(step)
-    stored = sharded.shard(state)
+    start, stored = state, sharded.shard(state)
     where = f"{getattr(step, '__name__', 'the step')} over {dict(mesh.shape)}"
     _assert_is_split(sharded, stored, where)
     for k in range(steps):
         state, *expected = plain(state, *batch)
         stored, *got = sharded(stored, *batch)
         at = f"{where}, step {k + 1}"
-        assert_same(_one(expected), _one(got), f"{at}, results", tol=tol)
-        assert_same(
-            state,
-            sharded.unshard(stored),
+        by_rounding = functools.partial(noise, plain, start, batch, k + 1)
+        _assert_same(
+            snapshot(_one(expected)),
+            snapshot(_one(got)),
+            f"{at}, results",
+            tol=tol,
+            moved=functools.partial(by_rounding, lambda out: _one(list(out[1:]))),
+        )
+        _assert_same(
+            snapshot(state),
+            snapshot(sharded.unshard(stored)),
             f"{at}, state",
             tol=tol,
             ignore=ignore,
             weak_types=False,
             stored=_how_stored(sharded, stored),
+            moved=functools.partial(by_rounding, lambda out: out[0]),
         )
 
 
@@ -127,12 +149,43 @@ def assert_same(
     plain, sharded = (
         x if isinstance(x, Snapshot) else snapshot(x) for x in (plain, sharded)
     )
+    _assert_same(
+        plain,
+        sharded,
+        where,
+        tol=tol,
+        ignore=ignore,
+        weak_types=weak_types,
+        stored=stored,
+    )
+
+
+def _assert_same(
+    plain: Snapshot,
+    sharded: Snapshot,
+    where: str,
+    *,
+    tol: float,
+    ignore: Sequence[str] = (),
+    weak_types: bool = True,
+    stored: dict[str, str] | None = None,
+    moved: Callable[[Snapshot], Noise] = lambda plain: {},
+) -> None:
+    """`assert_same`, where leaves may differ by what rounding moves them: `moved` of
+    the plain values, asked for only if leaves differ."""
     found = list(differences(plain, sharded, tol, ignore, weak_types))
     if not found:
         return
-    first, *others = found
     if plain.structure != sharded.structure:
-        raise AssertionError(f"{where}: other pytree structure\n  {first.text}")
+        raise AssertionError(f"{where}: other pytree structure\n  {found[0].text}")
+    rounding = moved(plain)
+    decided = sum(change > DECIDED for change in rounding.values())
+    if 2 * decided <= len(rounding):
+        allowed = {path: NOISE * change for path, change in rounding.items()}
+        found = list(differences(plain, sharded, tol, ignore, weak_types, allowed))
+        if not found:
+            return
+    first, *others = found
     kept = f" stored {stored[first.path]}" if stored and first.path in stored else ""
     message = f"{where}, leaf {first.path or 'itself'} {first.text}{kept}"
     if others:
@@ -140,7 +193,44 @@ def assert_same(
         more = f" and {len(others) - SHOWN} more" if len(others) > SHOWN else ""
         message += f"\n  {len(found)} of {len(plain.leaves)} leaves differ, also: "
         message += names + more
+    if first.path in rounding:
+        most = 2 * decided > len(rounding)
+        message += _about_rounding(first.path, rounding[first.path], most, tol)
     raise AssertionError(message)
+
+
+def _about_rounding(path: str, change: float, most: bool, tol: float) -> str:
+    """Whether a difference may be noise, and what to do then."""
+    text = (
+        f"\n  rounding the arguments otherwise moves it by {change:.0e} on one device"
+    )
+    if most:
+        return (
+            f"{text}, and most leaves by more than {DECIDED}: such a step proves "
+            "nothing. Take another state or batch, a smaller learning rate, or float64."
+        )
+    if NOISE * change > tol:
+        return (
+            f"{text}: it is rounding noise in part. In float64 that is smaller; "
+            f"ignore=[{re.escape(path)!r}] does not compare the leaf."
+        )
+    return f"{text}: this is no noise."
+
+
+def _check_names(options: Mapping[str, Any]) -> None:
+    """Raises for a keyword that neither `assert_parity` nor `fully_shard` has."""
+    own = ["steps", "tol", "ignore"]
+    known = [*own, *Options.__annotations__]
+    for name in options:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+            close = [k for k in own if name.startswith(k)] or close
+            meant = f"Did you mean {close[0]}? " if close else ""
+            raise TypeError(
+                f"assert_parity has no argument {name!r}.\n"
+                f"  assert_parity was called at {call_site()}\n"
+                f"{meant}It takes {', '.join(own)} and the options of fully_shard."
+            )
 
 
 def _one(results: list[Any]) -> Any:

@@ -95,7 +95,7 @@ ORDER = """
     __init__
     _cli
     __main__
-    _compare testing
+    _compare _rounding testing
     _pieces _uneven _orbax _on_disk checkpoint
     export
 """.split()

@@ -2,15 +2,19 @@
 `assert_parity` passes the first, and says what differs in the others.
 """
 
+from collections.abc import Callable
+from typing import Any
+
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import programs
 import pytest
 from jax.sharding import PartitionSpec as P
 from parity import make_mesh
 from parity import quick_compiles as quick_compiles
 
+from shardfn._rounding import rounded_otherwise
 from shardfn.testing import assert_parity, assert_same
 
 X = np.random.default_rng(0).standard_normal((16, 7), dtype=np.float32)
@@ -49,18 +53,6 @@ def test_more_arguments_and_options() -> None:
     assert_parity(scaled, make_mesh("8"), make_state(), X, scale, batch_spec=spec)
 
 
-@pytest.mark.standard_promotion
-def test_noise_decides_some_leaves() -> None:
-    """The program's own list of such leaves is needed, and enough."""
-    program = programs.get("gpt_key_bias")
-    state = jax.jit(program.init)(jax.random.key(0))
-    arguments = program.step, make_mesh("8"), state, program.batch(0)
-    with pytest.raises(AssertionError, match="key/bias"):
-        assert_parity(*arguments, tol=program.tol)
-    ignore = [n.pattern for n in program.noisy]
-    assert_parity(*arguments, tol=program.tol, ignore=ignore)
-
-
 @pytest.fixture
 def wrong_sums(monkeypatch) -> None:
     """Every reduce-scatter forgets to add: each device keeps its own term."""
@@ -68,6 +60,103 @@ def wrong_sums(monkeypatch) -> None:
     monkeypatch.setattr(
         jax.lax, "psum_scatter", lambda x, *args, **kw: real(x, *args, **kw) * 0.5
     )
+
+
+def normalized(direction: Callable[[jax.Array], jax.Array]) -> Callable[..., Any]:
+    """A step of a model whose norm does not see the bias in front of it."""
+
+    def step(state, x):
+        def loss_fn(p):
+            y = x @ p["w"] + p["bias"]
+            y = (y - y.mean(0)) / jnp.sqrt(y.var(0) + 1e-5) * p["scale"]
+            return jnp.square(y - jnp.roll(y, 1, 0) - 1).mean()
+
+        loss, grads = jax.value_and_grad(loss_fn)(state)
+        return {k: state[k] - 0.01 * direction(grads[k]) for k in state}, loss
+
+    return step
+
+
+def normalized_state() -> dict[str, jax.Array]:
+    return {
+        "bias": jax.random.normal(jax.random.key(1), (24,)) / 100,
+        "scale": jnp.ones(24),
+        "w": jax.random.normal(jax.random.key(0), (7, 24)),
+    }
+
+
+def adam(grad: jax.Array) -> jax.Array:
+    return grad / (jnp.abs(grad) + 1e-12)
+
+
+@pytest.mark.parametrize("rule", [jnp.sign, adam], ids=["lion", "adam"])
+def test_rounding_may_decide_a_leaf(rule, monkeypatch) -> None:
+    arguments = normalized(rule), make_mesh("8"), normalized_state(), X
+    assert_parity(*arguments)
+    monkeypatch.setattr("shardfn._rounding.TRIALS", 0)
+    with pytest.raises(AssertionError, match="leaf bias "):
+        assert_parity(*arguments)
+
+
+def test_noise_beside_it_hides_no_mistake(wrong_sums) -> None:
+    step = normalized(lambda grad: grad)
+    with pytest.raises(AssertionError) as error:
+        assert_parity(step, make_mesh("8"), normalized_state(), X)
+    message = str(error.value)
+    assert "leaf scale " in message and "also: w" in message
+    assert message.endswith("on one device: this is no noise.")
+
+
+def test_a_leaf_that_is_noise_in_part_says_so(wrong_sums) -> None:
+    def step(state, x):
+        grad = jax.grad(lambda w: (x @ w).sum())(state["w"])
+        return {"w": state["w"] - 1 - 1e-4 * grad}, ()
+
+    state = {"w": 1 + 1e-4 * jax.random.normal(jax.random.key(0), (7, 24))}
+    with pytest.raises(AssertionError) as error:
+        assert_parity(step, make_mesh("8"), state, X, steps=1)
+    assert "it is rounding noise in part. In float64" in str(error.value)
+    assert str(error.value).endswith("ignore=['w'] does not compare the leaf.")
+
+
+def test_a_step_that_rounding_decides_proves_nothing(wrong_sums) -> None:
+    def step(state, x):
+        grad = jax.grad(lambda w: (x @ w).sum())(state["w"])
+        return {"w": jnp.sin(state["w"] * 1e9) + grad}, ()
+
+    with pytest.raises(AssertionError, match="such a step proves nothing. Take anoth"):
+        assert_parity(step, make_mesh("8"), {"w": make_state()["w"]}, X)
+
+
+def test_whole_numbers_are_not_rounded_otherwise() -> None:
+    tree = {
+        "mask": jnp.array([0.0, 1.0, 2.0]),
+        "w": jnp.full(300, 0.3),
+        "low": jnp.full(300, 0.3, jnp.bfloat16),
+        "n": jnp.arange(3),
+        "rate": jnp.float32(0.3),
+    }
+    got = rounded_otherwise(tree, np.random.default_rng(0))
+    chex.assert_trees_all_equal_shapes_and_dtypes(got, tree)
+    for name in ("mask", "n", "rate"):
+        np.testing.assert_array_equal(got[name], tree[name])
+    for name in ("w", "low"):
+        assert len(np.unique(np.asarray(got[name], np.float32))) == 3
+        off = np.asarray(got[name], np.float64) / np.asarray(tree[name], np.float64)
+        assert abs(off - 1).max() <= 2 * jnp.finfo(got[name].dtype).eps
+
+
+@pytest.mark.parametrize(
+    "name, meant", [("tolerance", "tol"), ("min_sze", "min_size"), ("zzz", None)]
+)
+def test_a_keyword_that_is_none(name: str, meant: str | None) -> None:
+    with pytest.raises(TypeError) as error:
+        assert_parity(train_step, make_mesh("8"), make_state(), X, **{name: 1})
+    lines = str(error.value).splitlines()
+    assert lines[0] == f"assert_parity has no argument '{name}'."
+    assert lines[1].startswith("  assert_parity was called at test_testing.py:")
+    advice = "It takes steps, tol, ignore and the options of fully_shard."
+    assert lines[2] == (f"Did you mean {meant}? " if meant else "") + advice
 
 
 def test_the_first_difference_is_described(wrong_sums) -> None:
@@ -80,6 +169,8 @@ def test_the_first_difference_is_described(wrong_sums) -> None:
     )
     assert lines[0].endswith(" stored data:0")
     assert lines[1] == "  2 of 3 leaves differ, also: w"
+    assert lines[2].startswith("  rounding the arguments otherwise moves it by ")
+    assert lines[2].endswith("on one device: this is no noise.")
 
 
 def test_ignored_leaves_are_not_compared(wrong_sums) -> None:
