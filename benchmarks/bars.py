@@ -22,7 +22,7 @@ from typing import Any
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 from bar_cases import CASES, CHIPS, Case
-from bar_measure import measure, programs_of
+from bar_measure import BASELINES, OURS, measure, programs_of
 from bar_table import rows_table, verdicts_table
 
 RESULTS = Path(__file__).parent / "results"
@@ -74,7 +74,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--case", choices=CASES, action="append")
     parser.add_argument("--chip", choices=CHIPS, action="append")
-    parser.add_argument("--program", action="append", help="part of a program's name")
+    parser.add_argument("--program", action="append", help="or a part of its name")
     parser.add_argument("--rerun", action="store_true", help="measure kept rows again")
     parser.add_argument("--kept", action="store_true", help="measure nothing")
     parser.add_argument("--rows", action="store_true", help="every figure")
@@ -97,7 +97,10 @@ def main() -> None:
         (case, chip, program)
         for case, chip in pairs
         for program in programs_of(case, chip)
-        if any(p in program for p in arguments.program or [""])
+        if any(
+            p == program or (p in program and p not in (*OURS, *BASELINES))
+            for p in arguments.program or [""]
+        )
     ]
     if not arguments.kept:
         run_all(wanted, rerun=arguments.rerun, limit=arguments.limit)

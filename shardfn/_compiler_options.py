@@ -38,6 +38,7 @@ class Option:
         them, or one of the names, this package leaves the option alone.
       ahead: it is of use only if a loop gathers ahead.
       hosts: it is of use only if the mesh spans several hosts.
+      kinds: the `device_kind`s that it is of use on; all of the platform if empty.
     """
 
     platform: str
@@ -45,6 +46,16 @@ class Option:
     settled_by: tuple[str, ...] = ()
     ahead: bool = False
     hosts: bool = False
+    kinds: tuple[str, ...] = ()
+
+
+_SPARSE_CORES = ("TPU v5", "TPU v5p", "TPU v6 lite")
+_OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload"
+_FUSED_GATHERS = "xla_tpu_enable_async_collective_fusion_fuse_all_gather"
+
+
+def _on_sparse_cores(name: str, value: str = "true", *settled_by: str) -> Option:
+    return Option("tpu", ((name, value),), settled_by, kinds=_SPARSE_CORES)
 
 
 OPTIONS = (
@@ -61,6 +72,20 @@ OPTIONS = (
         (("xla_gpu_experimental_parallel_collective_overlap_limit", 4),),
         hosts=True,
     ),
+    # A TPU's matrix unit waits for its own transfers. Those of the sparse cores run
+    # beside it, and over a 3D slice they can reduce-scatter where it would all-reduce.
+    _on_sparse_cores(f"{_OFFLOAD}_reduce_scatter"),
+    _on_sparse_cores(f"{_OFFLOAD}_nd_reduce_scatter"),
+    _on_sparse_cores(f"{_OFFLOAD}_all_gather", "true", _FUSED_GATHERS),
+    _on_sparse_cores(f"{_OFFLOAD}_2d_all_gather", "true", _FUSED_GATHERS),
+    _on_sparse_cores(f"{_OFFLOAD}_3d_all_gather", "true", _FUSED_GATHERS),
+    # Those along the minor dimension in memory are all-reduced unless it is changed.
+    _on_sparse_cores("xla_tpu_relayout_group_size_threshold_for_reduce_scatter", "1"),
+    # Gathers that are fused into matmuls cannot go there, nor those that stand as an
+    # all-reduce of zeros and a shard, as they do on 64 chips and more.
+    _on_sparse_cores(_FUSED_GATHERS, "false"),
+    _on_sparse_cores("xla_tpu_prefer_async_allgather_to_allreduce"),
+    _on_sparse_cores("xla_enable_async_all_gather"),
 )
 
 
@@ -106,6 +131,7 @@ def compiler_options(
         if option.platform == platform
         and (ahead or not option.ahead)
         and (_processes.span(devices) > 1 or not option.hosts)
+        and (not option.kinds or device.device_kind in option.kinds)
         and settled.isdisjoint((*dict(option.spellings), *option.settled_by))
     ]
     if wanted and (refused := refusal(device, _frozen(wanted))):

@@ -23,6 +23,9 @@ from ._hlo_parse import (
     parse_module,
 )
 
+ASYNC = ("async-start", "call-start")
+"""Starts of computations; those of `call-start` run on a TPU's sparse cores."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Scope:
@@ -194,7 +197,7 @@ def _is_sliced(instr: Instruction, computation: Computation) -> bool:
 def _is_overlapped(start: Instruction, scope: _Scope) -> bool:
     """Whether a matrix product is scheduled between `start` and its `-done`."""
     waits = start.opcode.endswith("-start")
-    if not waits or not (is_collective(start) or start.opcode == "async-start"):
+    if not waits or not (is_collective(start) or start.opcode in ASYNC):
         return False
     order = scope.instructions
     begin = order.index(start)

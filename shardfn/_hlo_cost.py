@@ -78,7 +78,7 @@ def flops_of(instr: Instruction, comp: Computation, module: Module) -> Counter[s
     if instr.opcode == "custom-call" and '"dot_dimension_numbers"' in instr.attributes:
         return _dot(instr, comp, instr.attributes, 'contracting_dimensions":')
     found: Counter[str] = Counter()
-    if instr.opcode in ("fusion", "call", "async-start"):
+    if instr.opcode in ("fusion", "call", "async-start", "call-start"):
         for inner in module.called(instr):
             for each in inner.instructions.values():
                 found += flops_of(each, inner, module)

@@ -86,7 +86,7 @@ def parse_module(text: str) -> Module:
             if header := _HEADER.match(line):
                 name, lines, root = header[2], {}, None
                 entry = name if header[1] else entry
-        elif line.strip() == "}":
+        elif line.lstrip().startswith("}"):
             last = root if root is not None else next(reversed(lines.values()))
             computations[name] = Computation(name, lines, last)
             name = None

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ._hlo import chains, read_instruction
+from ._hlo import ASYNC, chains, read_instruction
 from ._hlo_collective import HloCollective, is_collective
 from ._hlo_cost import Cost, cost_of
 from ._hlo_live import live_bytes
@@ -152,7 +152,7 @@ class _Player:
             elif opcode in ("call", "conditional"):
                 for inner in self.module.called(instr):
                     self.run(Frame(inner), below + alive[instr.name], depth + 1)
-            elif is_collective(instr) or opcode in ("async-start", "fusion"):
+            elif is_collective(instr) or opcode in (*ASYNC, "fusion"):
                 self.transfer(instr, comp, arrival, spread)
             else:
                 self.arrive(instr, arrival)

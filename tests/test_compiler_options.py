@@ -24,8 +24,9 @@ def train_step(w, x):
     return w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w), jnp.sum(x)
 
 
-def machines(hosts: int = 2, platform: str = "gpu") -> list[SimpleNamespace]:
-    kind = {"platform": platform, "device_kind": "GPU"}
+def machines(hosts: int = 2, kind: str = "GPU") -> list[SimpleNamespace]:
+    platform = "gpu" if kind == "GPU" else "tpu"
+    kind = {"platform": platform, "device_kind": kind}
     return [SimpleNamespace(process_index=i, **kind) for i in range(hosts)]
 
 
@@ -52,6 +53,7 @@ TABLE = (
     Option("gpu", (("xla_far", 2),), settled_by=("optimization_level",), hosts=True),
     Option("gpu", (("xla_ahead", 3),), ahead=True),
     Option("tpu", (("xla_tpu", "true"),)),
+    Option("tpu", (("xla_sc", "1"),), settled_by=("xla_fuse",), kinds=("TPU v5",)),
 )
 
 
@@ -71,6 +73,18 @@ def test_the_first_spelling_that_the_compiler_knows(
     values = {"xla_new": "ON", "xla_old": True, "xla_far": 2, "xla_ahead": 3}
     compiler({name: values[name] for name in known}, TABLE)
     assert compiler_options(machines(hosts), None, ahead) == expected
+
+
+def test_options_of_some_kinds_of_tpu(compiler):
+    compiler({"xla_tpu": "true", "xla_sc": "1", "xla_fuse": "true"}, TABLE)
+
+    def options(kind: str, **asked: str):
+        return compiler_options(machines(kind=kind), asked, ahead=False)
+
+    assert options("TPU v5") == {"xla_tpu": "true", "xla_sc": "1"}
+    assert options("TPU v5 lite") == {"xla_tpu": "true"}
+    fused = {"xla_tpu": "true", "xla_fuse": "true"}
+    assert options("TPU v5", xla_fuse="true") == fused
 
 
 def test_the_user_comes_first(compiler, monkeypatch, tmp_path):

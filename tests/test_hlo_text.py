@@ -372,6 +372,26 @@ def test_overlap_of_async_wrappers_lasts_through_updates():
     assert found.overlapped
 
 
+@pytest.mark.parametrize("overlapped", [True, False])
+def test_what_the_sparse_cores_of_a_tpu_run(overlapped):
+    beside = "%d = f32[8,8] dot(%p, %p)" if overlapped else ""
+    entry = f"""
+      %s = ((f32[64], token[]), f32[8]) call-start(%p, %t), to_apply=%sum
+      {beside}
+      %e = f32[8] call-done(%s)
+    """
+    inner = f"""
+%sum (p: f32[64], t: token[]) -> f32[8] {{
+  %p = f32[64] parameter(0)
+  %t = token[] parameter(1)
+  ROOT %r = f32[8] reduce-scatter(%p), {ALL}, to_apply=%add
+}}, execution_thread="sparsecore"
+"""
+    (found,) = read_collectives(module(entry, ADD, inner))
+    assert (found.op, found.elements) == ("psum_scatter", 64)
+    assert found.overlapped == overlapped
+
+
 def test_op_name_is_kept():
     line = f'%g = f32[8] all-gather(%p), {ALL}, metadata={{op_name="jit(f)/gather"}}'
     (found,) = read_collectives(module(line))

@@ -266,12 +266,21 @@ def test_sums_that_the_gpu_concatenates_are_found() -> None:
 
 
 @pytest.mark.aot("tpu:v5p:4x4x4")
-def test_a_gather_over_a_whole_torus_is_an_all_reduce() -> None:
+def test_over_a_whole_torus_sparse_cores_do_not_all_reduce() -> None:
     mesh = targets.mesh("tpu:v5p:4x4x4")
-    sharded = shard_fn(lambda w, x: (w, x @ w), mesh, (4096, 4096), (64, 4096))
-    checked = sharded.plan.verify(sharded.compile())
-    assert statuses(checked) == [("forward", "all_gather", "all-reduced")]
-    assert checked.wire_bytes > checked.planned_bytes
+
+    def train_step(w, x):
+        loss, grad = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+        return w - grad, loss
+
+    for asked, found in ((None, "present"), (False, "all-reduced")):
+        options = {"compiler_options": asked}
+        sharded = shard_fn(train_step, mesh, (4096, 4096), (64, 4096), **options)
+        checked = sharded.plan.verify(sharded.compile())
+        moved = [s[1:] for s in statuses(checked) if s[1] != "all_reduce"]
+        assert moved == [("all_gather", found), ("psum_scatter", found)]
+        grown = checked.wire_bytes / checked.planned_bytes
+        assert (grown > 1.5) == (asked is False), grown
 
 
 # The option
