@@ -83,7 +83,19 @@ class _Naming:
                     labels.setdefault(atom, path)
             for node in reversed(program.nodes):
                 _label_operands(program, node, labels)
+                if node.kind == "cond":
+                    self.label_through(node, labels)
         return labels
+
+    def label_through(self, node: Node, labels: Labels) -> None:
+        """Operands of a cond belong to the leaf that they update in a branch."""
+        if labels.keys().isdisjoint(node.outputs):
+            return
+        for body, inputs, outputs in _bodies(node, labels):
+            inner = self.labels(body, inputs, outputs)
+            for atom, value in zip(node.inputs[1:], body.inputs, strict=True):
+                if isinstance(atom, int) and value in inner:
+                    labels.setdefault(atom, inner[value])
 
 
 def _derived(program: Program, input_paths: Sequence[str]) -> Labels:

@@ -159,7 +159,7 @@ def test_compilers_gather_as_often_as_planned(
 @pytest.mark.aot("h100:8")
 @pytest.mark.standard_promotion
 def test_memory_on_gpus_grows_by_the_layers_that_are_ahead() -> None:
-    """By their gathered weights, of which XLA copies some when it hands them on."""
+    """By their gathered weights, 16 MiB, and at the first one by what XLA copies."""
     none, one, two = (compiled(asked)[1] for asked in (0, 1, 2))
-    for grown in (one - none, two - one):
-        assert 16 <= grown <= 1.6 * 16
+    assert 16 <= one - none <= 2.2 * 16
+    assert 16 <= two - one <= 1.6 * 16

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import programs
 import pytest
 from jax import lax
@@ -41,6 +42,22 @@ def descend(loss_fn):
     return step
 
 
+def descend_if_finite(loss_fn):
+    """The same, unless the gradient is not finite."""
+
+    def step(state, x):
+        loss, grads = jax.value_and_grad(loss_fn)(state, x)
+        return lax.cond(
+            jnp.isfinite(grads).all(), jnp.subtract, first, state, grads
+        ), loss
+
+    return step
+
+
+def first(state, grads):
+    return state
+
+
 def product(w, x):
     return (low(x) @ low(w)).astype(jnp.float32).sum()
 
@@ -63,7 +80,9 @@ CASES = {
 }
 
 
-def gradient(case: str, rows: list[float], **options: Any) -> np.ndarray:
+def gradient(
+    case: str, rows: list[float], make: Any = descend, **options: Any
+) -> np.ndarray:
     """The gradient of one column, with two rows of `x` on each of two devices.
 
     XLA may drop a rounding to bfloat16 where it likes, and does on CPU: it is told not
@@ -71,7 +90,7 @@ def gradient(case: str, rows: list[float], **options: Any) -> np.ndarray:
     """
     loss_fn, shape = CASES[case]
     mesh = cpu_mesh(2)
-    step = shardfn.fully_shard(descend(loss_fn), mesh, min_size=2, **options)
+    step = shardfn.fully_shard(make(loss_fn), mesh, min_size=2, **options)
     x = np.zeros((4, 2), np.float32)
     x[:, 0] = rows
     state = step.shard(jnp.zeros(shape))
@@ -88,6 +107,38 @@ def test_float32_sums_of_bfloat16_gradients(case: str) -> None:
     rounded = gradient(case, rows)
     assert set(exact.ravel()) == {0.0, 1.0}
     assert set(rounded.ravel()) == {0.0}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_sum_that_a_branch_takes_is_wide(case: str) -> None:
+    """As where an update is left out whose gradient is not finite."""
+    rows = [256.0, 1.0, -256.0, 0.0]
+    options = dict(make=descend_if_finite, reduce_dtype={"state": "float32"})
+    assert set(gradient(case, rows, **options).ravel()) == {0.0, 1.0}
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("outer", ["apply_if_finite", "MultiSteps"])
+def test_gradients_that_optax_passes_to_a_branch(outer: str) -> None:
+    """They go by the name of the parameter that they update behind it."""
+    adam = optax.adam(0.1)
+    optimizer = {
+        "apply_if_finite": optax.apply_if_finite(adam, 3),
+        "MultiSteps": optax.MultiSteps(adam, 2).gradient_transformation(),
+    }[outer]
+
+    def step(state, x):
+        params, moments = state
+        loss, grads = jax.value_and_grad(product)(params, x)
+        updates, moments = optimizer.update(grads, moments, params)
+        return (optax.apply_updates(params, updates), moments), loss
+
+    params = jnp.zeros((16, 8))
+    state = params, optimizer.init(params)
+    options = dict(min_size=64, reduce_dtype={"0": "float32"})
+    sharded = shardfn.fully_shard(step, cpu_mesh(4), **options)
+    plan = sharded.plan(state, jnp.zeros((8, 16)))
+    assert reductions(plan)["0"] == {"float32"}
 
 
 @pytest.mark.parametrize("case", CASES)
