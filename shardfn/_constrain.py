@@ -14,7 +14,7 @@ from jax.extend.core import JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
-from shardfn._errors import ShardingError, where
+from shardfn._errors import ShardingError, call_site, where
 from shardfn._sharding import Axes, AxisSharding, Sharding, Split, on_axis
 
 Spec = tuple[tuple[str, ...] | None, ...]
@@ -89,7 +89,8 @@ def constrain(x: Any, spec: PartitionSpec) -> Any:
         if len(spec) > ndim:
             raise ValueError(
                 f"constrain got {spec} for an array of shape {jax.numpy.shape(leaf)}, "
-                f"which has {ndim} dimensions. Leave out the last entries."
+                f"which has {ndim} dimensions.\n"
+                f"  constrain was called at {call_site()}\nLeave out the last entries."
             )
         return _bind(leaf, tuple(map(_entry, (*spec, *[None] * (ndim - len(spec))))))
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from shardfn._phase import FORWARD, node_phases
+from shardfn._phase import FORWARD, holds_backward, node_phases
 from shardfn._program import Atom, Node, Program, aval_of
 
 Labels = dict[int, str]
@@ -72,6 +72,7 @@ class _Naming:
         output_paths: Sequence[str],
     ) -> Labels:
         labels = _derived(program, input_paths)
+        forward = _forward_values(program)
         outputs = list(zip(program.outputs, output_paths, strict=False))
         for wanted in (True, False):
             for atom, path in outputs:
@@ -82,7 +83,7 @@ class _Naming:
                 ):
                     labels.setdefault(atom, path)
             for node in reversed(program.nodes):
-                _label_operands(program, node, labels)
+                self.label_operands(program, node, labels, forward)
                 if node.kind == "cond":
                     self.label_through(node, labels)
         return labels
@@ -96,6 +97,25 @@ class _Naming:
             for atom, value in zip(node.inputs[1:], body.inputs, strict=True):
                 if isinstance(atom, int) and value in inner:
                     labels.setdefault(atom, inner[value])
+
+    def label_operands(
+        self, program: Program, node: Node, labels: Labels, forward: set[int]
+    ) -> None:
+        """Operands as large as a labelled result update the same state leaf; but what
+        the backward pass has from the `forward` one, such as statistics of the batch,
+        is not a parameter's gradient."""
+        if node.kind not in ("op", "constrain"):
+            return
+        ends = forward.isdisjoint(node.outputs)
+        for result in node.outputs:
+            if result not in labels or not _size(program, result):
+                continue
+            not_its = forward if ends and labels[result] in self.parameters else ()
+            for atom in node.inputs:
+                if not isinstance(atom, int) or atom in not_its:
+                    continue
+                if _size(program, atom) == _size(program, result):
+                    labels.setdefault(atom, labels[result])
 
 
 def _derived(program: Program, input_paths: Sequence[str]) -> Labels:
@@ -142,16 +162,15 @@ def _only_source(program: Program, node: Node) -> int | None:
     return source if same else None
 
 
-def _label_operands(program: Program, node: Node, labels: Labels) -> None:
-    """Operands as large as a labelled result update the same state leaf."""
-    if node.kind not in ("op", "constrain"):
-        return
-    for result in node.outputs:
-        if result not in labels or not _size(program, result):
-            continue
-        for atom in node.inputs:
-            if isinstance(atom, int) and _size(program, atom) == _size(program, result):
-                labels.setdefault(atom, labels[result])
+def _forward_values(program: Program) -> set[int]:
+    """The values that the forward pass alone makes."""
+    phases = node_phases(program, FORWARD)
+    return {
+        value
+        for node, phase in zip(program.nodes, phases, strict=True)
+        if phase == FORWARD and not holds_backward(node)
+        for value in node.outputs
+    }
 
 
 def _bodies(

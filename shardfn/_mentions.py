@@ -4,6 +4,7 @@ In: a function and names. Out: whether one of them is a constant, a default, a g
 an attribute that the function, or what it calls, may use. Nothing is run.
 """
 
+import contextlib
 import functools
 import types
 from collections.abc import Collection, Iterator, Mapping
@@ -30,7 +31,8 @@ def mentions(function: Any, names: Collection[str]) -> bool:
                 return True
         elif id(value) not in seen and not isinstance(value, _OPAQUE):
             seen[id(value)] = value
-            left.extend(_parts(value))
+            with contextlib.suppress(Exception):  # of attributes that are computed
+                left.extend(_parts(value))
         if len(seen) > LIMIT:
             return True
     return False

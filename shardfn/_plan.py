@@ -327,7 +327,8 @@ class Plan:
         text = compiled if isinstance(compiled, str) else compiled.as_text()
         if text is None:
             raise ValueError(
-                "this backend does not show its compiled programs as text."
+                "this backend does not show its compiled programs as text.\n"
+                "Compile the step for devices whose compiler does, such as CPUs."
             )
         return verify(self, text)
 

@@ -8,13 +8,14 @@ rule names one *factor* per dimension, as in Shardy: equal names are split toget
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Primitive
 
 from shardfn import _compat
+from shardfn._errors import where
 from shardfn._sharding import flat_start
 
 Dim = tuple[str, ...]
@@ -170,18 +171,7 @@ def make_rule(
         tuple(tuple((d,) if isinstance(d, str) else tuple(d) for d in v) for v in side)
         for side in (operands, results)
     ]
-    known: dict[str, int] = dict(sizes or {})
-    atoms = (eqn.invars, eqn.outvars)
-    for side, variables in zip(norm, atoms, strict=True):
-        for dims, var in zip(side, variables, strict=True):
-            shape = getattr(var.aval, "shape", ())
-            if len(dims) != len(shape):
-                raise ValueError(f"{eqn.primitive}: {dims} does not fit shape {shape}")
-            for dim, size in zip(dims, shape, strict=True):
-                if len(dim) == 1:
-                    known.setdefault(dim[0], size)
-                if math.prod(known[f] for f in dim) != size:
-                    raise ValueError(f"{eqn.primitive}: {dims} does not fit {shape}")
+    known = _sizes(eqn, norm, sizes or {})
     pairs = reduce if isinstance(reduce, Mapping) else dict.fromkeys(reduce, "sum")
     return OpShardingRule(
         operands=norm[0],
@@ -191,6 +181,41 @@ def make_rule(
         whole=frozenset(whole),
         linear=tuple(g for g in _groups(linear, len(norm[0])) if _can_sum(eqn, g)),
         flat=flat,
+    )
+
+
+def _sizes(
+    eqn: JaxprEqn, sides: Sequence[Sequence[tuple[Dim, ...]]], sizes: Mapping[str, int]
+) -> dict[str, int]:
+    """The size of each factor; raises if they do not fit the values of `eqn`."""
+    known = dict(sizes)
+    for side, values, what in zip(
+        sides, (eqn.invars, eqn.outvars), ("operand", "result"), strict=True
+    ):
+        if len(side) != len(values):
+            _misfit(eqn, f"{len(side)} {what}s, where it has {len(values)}")
+        for i, (dims, var) in enumerate(zip(side, values, strict=True)):
+            shape = getattr(var.aval, "shape", ())
+            named = f"{_written(dims)} for {what} {i} of shape {shape}"
+            if len(dims) != len(shape):
+                _misfit(eqn, named)
+            for dim, size in zip(dims, shape, strict=True):
+                if len(dim) == 1:
+                    known.setdefault(dim[0], size)
+                if math.prod(known.get(f, 0) for f in dim) != size:
+                    _misfit(eqn, f"{named}, with factors of size {known}")
+    return known
+
+
+def _written(dims: tuple[Dim, ...]) -> str:
+    return f"({', '.join('*'.join(dim) for dim in dims)})"
+
+
+def _misfit(eqn: JaxprEqn, what: str) -> NoReturn:
+    raise ValueError(
+        f"the rule of primitive '{eqn.primitive}' names {what}.\n  at {where(eqn)}\n"
+        "A rule names one factor per dimension, or several whose sizes multiply to it, "
+        "and a factor has one size everywhere: see make_rule."
     )
 
 

@@ -88,6 +88,7 @@ class Checkpoints:
         if not str(directory).startswith(("/", "gs://", "s3://")):
             raise ValueError(
                 f"the directory of checkpoints is '{directory}', which is relative.\n"
+                f"  Checkpoints was called at {call_site()}\n"
                 "Pass an absolute path, such as os.path.abspath(...): every process "
                 "has to find the same directory."
             )
@@ -244,7 +245,9 @@ class Checkpoints:
         if number is None or number not in numbers:
             raise FileNotFoundError(
                 f"there is no checkpoint {'' if number is None else f'{number} '}in "
-                f"{self.directory}; it has {numbers or 'none'}."
+                f"{self.directory}; it has {numbers or 'none'}.\n"
+                f"  it was asked for at {call_site()}\n"
+                "Restore one that is there, or start anew if there is none."
             )
         return number
 

@@ -241,8 +241,9 @@ def test_numbers(steps, tmp_path) -> None:
         assert len(checkpoints.numbers) == 2 and 15 in checkpoints.numbers
         with pytest.raises(CheckpointError, match="there is a checkpoint 15 in "):
             checkpoints.save(15, state)
-        with pytest.raises(FileNotFoundError, match="no checkpoint 5 in "):
+        with pytest.raises(FileNotFoundError, match="no checkpoint 5 in ") as error:
             checkpoints.restore(state, 5)
+        assert "\n  it was asked for at test_checkpoint.py:" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -275,7 +276,10 @@ def test_two_leaves_of_one_name(steps, tmp_path) -> None:
 
 
 def test_a_relative_directory() -> None:
-    with pytest.raises(ValueError, match="'here', which is relative"):
+    message = (
+        r"'here', which is relative\.\n  Checkpoints was called at test_checkpoint"
+    )
+    with pytest.raises(ValueError, match=message):
         Checkpoints("here")
 
 

@@ -160,5 +160,10 @@ def test_what_cannot_be_is_refused(spec, message) -> None:
 
 
 def test_too_many_entries_are_refused() -> None:
-    with pytest.raises(ValueError, match="which has 1 dimensions. Leave out the last"):
+    message = (
+        r"which has 1 dimensions\.\n"
+        r"  constrain was called at test_constrain\.py:\d+ .*\n"
+        r"Leave out the last entries\."
+    )
+    with pytest.raises(ValueError, match=message):
         shardfn.constrain(jnp.ones(3), P(None, "data"))

@@ -215,6 +215,28 @@ def test_a_registered_rule_makes_it_local() -> None:
     assert [c.op for c in plan.collectives] == ["all_reduce"]
 
 
+@pytest.mark.parametrize(
+    "operands, results, what",
+    [
+        (["rc"], ["rc", "rc"], r"2 results, where it has 1\."),
+        (["r"], ["r"], r"\(r\) for operand 0 of shape \(\d+, \d+\)\."),
+        (["rc"], ["cr"], r"\(c, r\) for result 0 of shape .*, with factors of size {"),
+        ([["r", ("x", "y")]], ["rc"], r"\(r, x\*y\) for operand 0 of shape"),
+    ],
+)
+def test_a_rule_that_does_not_fit(operands, results, what: str) -> None:
+    primitive = backwards()
+    shardfn.register_rule(primitive)(
+        lambda eqn: shardfn.make_rule(eqn, operands, results)
+    )
+    step, place = uses(primitive)
+    sharded = shardfn.fully_shard(step, cpu_mesh(8), min_size=8)
+    begin = rf"^the rule of primitive '{primitive}' names {what}"
+    with pytest.raises(ValueError, match=begin) as error:
+        sharded.plan(jnp.ones((64, 32)), jnp.ones((8, 2)))
+    assert f"\n  at {place}\n" in str(error.value)
+
+
 # Law 7: one program.
 
 

@@ -250,6 +250,11 @@ class Model:
         return w, x
 
 
+class Broken:
+    def __getattr__(self, name):
+        raise RuntimeError(name)
+
+
 def named_by_default(x, axis="data"):
     return lax.pmean(x, axis)
 
@@ -272,6 +277,8 @@ def named_inside(x):
         (Model("data").step, True),
         (lambda w: Model("replica"), True),
         (lambda w: w.data, False),
+        (lambda w: (Broken(), AXES), True),
+        (functools.partial(plain, Broken()), False),
     ],
 )
 def test_code_that_names_an_axis(function, expected: bool) -> None:

@@ -144,6 +144,28 @@ def test_a_tied_weight_is_gathered_once_as_it_is(again: bool | str) -> None:
     assert {c.shape for c in gathers} == {(16, 64)}
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_statistics_of_the_batch_are_not_of_the_scale(kept: bool) -> None:
+    """They are of the leaf that keeps them, if one does; else of their own line. The
+    gradient of the scale, which is computed from them, is of the scale."""
+
+    def train_step(state, x):
+        def loss_fn(scale):
+            mean = jnp.mean(x, 0)
+            spread = jax.lax.rsqrt(jnp.mean(jnp.square(x - mean), 0) + 1e-5)
+            return jnp.mean(((x - mean) * (spread * scale)) ** 4), mean
+
+        (_, mean), grad = jax.value_and_grad(loss_fn, has_aux=True)(state["scale"])
+        new = {"scale": state["scale"] - grad, "mean": state["mean"] * 0.9 + 0.1 * mean}
+        return (new if kept else new | {"mean": state["mean"]}), ()
+
+    step = shardfn.fully_shard(train_step, jax.make_mesh((8,), ("data",)))
+    plan = step.plan({"scale": jnp.ones(64), "mean": jnp.zeros(64)}, jnp.ones((16, 64)))
+    moved = [(line.phase, line.path) for line in plan.collectives]
+    mean = "mean" if kept else ""
+    assert moved == [("forward", mean), ("forward", ""), ("backward", "scale")]
+
+
 def test_a_state_that_is_one_array_counts_once_in_m() -> None:
     def step(w, x):
         (new,) = tied({"w": w}, x)
