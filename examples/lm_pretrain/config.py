@@ -174,6 +174,13 @@ class Config:
             raise ConfigError("--plan needs shardfn: leave --plain out.")
         if self.coordinator and (self.plain or not self.run_dir):
             raise ConfigError("--coordinator needs --run-dir, and shardfn: no --plain.")
+        if self.coordinator not in (None, "auto"):
+            host, _, port = self.coordinator.rpartition(":")
+            if not host or not port.isdigit():
+                raise ConfigError(
+                    f"--coordinator {self.coordinator}: give HOST:PORT of process 0, "
+                    "such as 10.0.0.1:1234, or auto."
+                )
         if (self.process_count > 1 or self.process_id) and not self.coordinator:
             raise ConfigError("--process-count and --process-id need --coordinator.")
         if not 0 <= self.process_id < self.process_count:
@@ -238,4 +245,6 @@ def with_preset(argv: list[str]) -> Config:
     """Returns the defaults that go with the `--preset` among the flags."""
     flags = " ".join(argv).replace("=", " ").split()
     name = flags[flags.index("--preset") + 1] if "--preset" in flags[:-1] else "1m"
-    return Config(preset=name, model=PRESETS.get(name, ModelConfig()))  # pyright: ignore
+    if name not in PRESETS:
+        return Config()  # the parser of the flags says which there are
+    return Config(preset=name, model=PRESETS[name])  # pyright: ignore

@@ -14,10 +14,10 @@ import machine
 import tyro
 from config import Config, ConfigError, from_json, rebuild, to_json
 from models import Params
+from saving import SaveError, read_last
 from step import train_step
 
 import shardfn
-from shardfn.checkpoint import Checkpoints
 from shardfn.export import dotted, write_safetensors
 
 
@@ -37,14 +37,17 @@ def main(flags: Flags) -> None:
     machine.start(alone)
     mesh = jax.make_mesh((jax.device_count(),), ("data",))
     step = shardfn.fully_shard(train_step, mesh)
-    folder = (Path(flags.run_dir) / "checkpoints").absolute()
-    with Checkpoints(folder, step) as checkpoints:
-        number = checkpoints.latest
-        state = checkpoints.restore(machine.abstract_state(config), number)
+    run, like = Path(flags.run_dir), machine.abstract_state(config)
+    number, state = read_last(run, step, like)
     choices = {"config": to_json(config)}
-    names = write_safetensors(
-        flags.out, state, step, names=weight_name, metadata=choices
-    )
+    try:
+        names = write_safetensors(
+            flags.out, state, step, names=weight_name, metadata=choices
+        )
+    except OSError as error:
+        raise ConfigError(
+            f"--out {flags.out}: cannot be written ({error.strerror})."
+        ) from None
     print(f"{len(names)} tensors of step {number} in {flags.out}")
 
 
@@ -60,14 +63,19 @@ def read_weights(path: Path) -> tuple[Config, Params]:
     if not path.is_file():
         raise ConfigError(f"--weights {path}: no such file.")
     params: dict[str, Any] = {}
-    with library.safe_open(path, "numpy") as file:
-        config = rebuild(Config, json.loads(file.metadata()["config"]))
-        for name in file.keys():  # noqa: SIM118 - not a dict
-            *parents, last = name.split(".")
-            place = params
-            for part in parents:
-                place = place.setdefault(part, {})
-            place[last] = jax.numpy.asarray(file.get_tensor(name))
+    try:
+        with library.safe_open(path, "numpy") as file:
+            config = rebuild(Config, json.loads((file.metadata() or {})["config"]))
+            for name in file.keys():  # noqa: SIM118 - not a dict
+                *parents, last = name.split(".")
+                place = params
+                for part in parents:
+                    place = place.setdefault(part, {})
+                place[last] = jax.numpy.asarray(file.get_tensor(name))
+    except (library.SafetensorError, KeyError) as error:
+        raise ConfigError(
+            f"--weights {path}: is no file that export.py has written ({error})."
+        ) from None
     return config, params
 
 
@@ -84,5 +92,5 @@ def safetensors() -> Any:
 if __name__ == "__main__":
     try:
         main(tyro.cli(Flags))
-    except (ConfigError, FileNotFoundError) as error:
+    except (ConfigError, SaveError, shardfn.ShardingError) as error:
         sys.exit(f"error: {error}")

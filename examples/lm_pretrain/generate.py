@@ -15,14 +15,15 @@ import numpy as np
 import tyro
 from attention import PADDING
 from config import ConfigError, ModelConfig, from_json
+from documents import DataError
 from export import read_weights
 from llama import empty_cache
 from models import Batch, Params, merge_llama
+from saving import SaveError, read_last
 from step import TrainState
 from tokens import Tokenizer, load_tokenizer
 
 import shardfn
-from shardfn.checkpoint import Checkpoints
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,9 +129,8 @@ def main(flags: Flags) -> list[str]:
     else:
         mesh = jax.make_mesh((jax.device_count(),), ("data",))
         step = shardfn.fully_shard(generate_step, mesh)
-        folder = (Path(str(flags.run_dir)) / "checkpoints").absolute()
-        with Checkpoints(folder, step) as checkpoints:
-            state = checkpoints.restore(machine.abstract_state(config))
+        like = machine.abstract_state(config)
+        _, state = read_last(Path(str(flags.run_dir)), step, like)
         rows = -(-len(flags.prompt) // mesh.size) * mesh.size
         batch = prompts(flags.prompt, tokenizer, rows)
         _, tokens_BxN = step(state, batch, key)
@@ -141,7 +141,7 @@ if __name__ == "__main__":
     flags = tyro.cli(Flags)
     try:
         texts = main(flags)
-    except (ConfigError, FileNotFoundError, shardfn.ShardingError) as error:
+    except (ConfigError, DataError, SaveError, shardfn.ShardingError) as error:
         sys.exit(f"error: {error}")
     for prompt, text in zip(flags.prompt, texts, strict=True):
         print(f"{prompt}{text}\n")

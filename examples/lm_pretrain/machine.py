@@ -2,17 +2,22 @@
 
 import dataclasses
 import functools
+import socket
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
-from config import Config
+from config import Config, ConfigError
 from data import Batch, Share
 from jax.sharding import NamedSharding, PartitionSpec
 from step import create_state, eval_step, train_step
 
 import shardfn
+
+JOIN_SECONDS = 300
+"""How long processes wait for each other at the start."""
 
 
 def start(config: Config) -> None:
@@ -26,10 +31,39 @@ def start(config: Config) -> None:
     heartbeat = {"heartbeat_timeout_seconds": config.heartbeat_seconds}
     if config.coordinator == "auto":
         jax.distributed.initialize(**heartbeat)
+        return
+    if config.process_id:
+        wait_for_first(config.coordinator, JOIN_SECONDS)
     else:
-        jax.distributed.initialize(
-            *(config.coordinator, config.process_count, config.process_id), **heartbeat
+        print(
+            f"waits for {config.process_count - 1} other processes to join at "
+            f"{config.coordinator}, at most {JOIN_SECONDS} s",
+            flush=True,
         )
+    jax.distributed.initialize(
+        *(config.coordinator, config.process_count, config.process_id),
+        initialization_timeout=JOIN_SECONDS,
+        **heartbeat,
+    )
+
+
+def wait_for_first(address: str, seconds: float) -> None:
+    """Waits until process 0 listens: JAX aborts the process if it never does."""
+    host, _, port = address.rpartition(":")
+    since = time.monotonic()
+    is_said = False
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+            return
+        except OSError as error:
+            problem = f"process 0 cannot be reached at {address} ({error.strerror})"
+        if time.monotonic() > since + seconds:
+            raise ConfigError(f"{problem}: check --coordinator, and that it runs.")
+        if not is_said:
+            print(f"{problem}; waits for it, at most {seconds} s", flush=True)
+            is_said = True
+        time.sleep(0.5)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -130,6 +130,21 @@ class Saves:
         self.open()
 
 
+def read_last(run: Path, step: shardfn.ShardedStep, like: Any) -> tuple[int, Any]:
+    """Returns the number of a run's last checkpoint, and its state."""
+    folder = (run / "checkpoints").absolute()
+    if not (numbers := complete(folder) if folder.is_dir() else []):
+        raise SaveError(f"--run-dir {run}: the run has saved no checkpoint.")
+    with Checkpoints(folder, step) as checkpoints:
+        try:
+            return numbers[-1], checkpoints.restore(like, numbers[-1])
+        except Exception as error:  # a file of it may be cut off or missing
+            raise SaveError(
+                f"checkpoint {numbers[-1]} in {folder} cannot be read: {shorten(error)}"
+                "\nMove it away to use an older one."
+            ) from error
+
+
 def shorten(error: Exception) -> str:
     """The first line of an error, and the end of it, where the reason often stands."""
     line = next((x for x in str(error).splitlines() if x.strip()), "")

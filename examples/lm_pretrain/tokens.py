@@ -56,7 +56,14 @@ def load_tokenizer(config: DataConfig) -> Tokenizer:
             f"--data.tokenizer {config.tokenizer}: no such file. Give `bytes`, or make "
             "a tokenizer with train_tokenizer.py."
         )
-    tokenizer = library().Tokenizer.from_file(config.tokenizer)
+    tokenizers = library()
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(config.tokenizer)
+    except Exception as error:  # the library raises no other
+        raise DataError(
+            f"--data.tokenizer {config.tokenizer}: is no file of the `tokenizers` "
+            f"library ({error}). Make one with train_tokenizer.py."
+        ) from None
     end = tokenizer.token_to_id(config.end)
     if end is None:
         raise DataError(

@@ -37,7 +37,10 @@ def main(config: Config) -> None:
         show_progress=False,
     )
     tokenizer.train_from_iterator(train.values(), trainer)
-    tokenizer.save(config.out)
+    try:
+        tokenizer.save(config.out)
+    except Exception as error:  # the library raises no other
+        raise DataError(f"--out {config.out}: cannot be written ({error}).") from None
     print(f"{tokenizer.get_vocab_size()} tokens in {config.out}")
 
 

@@ -120,6 +120,18 @@ def test_a_trained_tokenizer_brings_text_back(tmp_path, text, capsys):
     )
 
 
+def test_a_file_that_is_no_tokenizer_is_named(text):
+    pytest.importorskip("tokenizers")
+    with pytest.raises(DataError) as caught:
+        load_tokenizer(DataConfig(tokenizer=text))
+    assert str(caught.value).startswith(
+        f"--data.tokenizer {text}: is no file of the `tokenizers` library ("
+    )
+    with pytest.raises(DataError, match="--out /no/x.json: cannot be written"):
+        data = DataConfig(files=(text,))
+        train_tokenizer(TokenizerConfig("/no/x.json", size=300, data=data))
+
+
 def test_a_missing_tokenizer_is_named():
     with pytest.raises(DataError) as caught:
         load_tokenizer(DataConfig(tokenizer="no.json"))

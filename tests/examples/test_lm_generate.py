@@ -1,15 +1,17 @@
 """The language model example generates: its cache, sharded states, exported files."""
 
 import dataclasses
+from pathlib import Path
 
 import export
 import generate
 import jax
 import numpy as np
 import pytest
-from config import ConfigError
+from config import ConfigError, to_json
 from generate import continue_prompts, prompts
 from models import make_model
+from saving import SaveError, write_whole
 from tokens import Bytes
 from train import main
 
@@ -56,9 +58,20 @@ def test_a_sharded_state_and_an_exported_one_say_the_same(tiny, tmp_path, capsys
     [
         ({}, "give one of --run-dir and --weights."),
         ({"weights": "no.safetensors"}, "--weights no.safetensors: no such file."),
+        ({"run_dir": "no"}, "--run-dir no: no run is there, with config.json."),
     ],
 )
 def test_flags_that_cannot_be_followed_are_refused(flags, message):
     with pytest.raises(ConfigError) as caught:
         generate.main(generate.Flags(**flags))
     assert str(caught.value) == message
+
+
+def test_files_that_cannot_be_read_are_refused(tiny, write):
+    weights = write("model.safetensors", b"no weights")
+    with pytest.raises(ConfigError, match=f"--weights {weights}: is no file that expo"):
+        generate.main(generate.Flags(weights=weights))
+    Path(tiny.run_dir).mkdir()
+    write_whole(Path(tiny.run_dir) / "config.json", to_json(tiny))
+    with pytest.raises(SaveError, match="--run-dir .*/run: the run has saved no check"):
+        generate.main(generate.Flags(run_dir=tiny.run_dir))

@@ -14,6 +14,7 @@ import pytest
 from config import PRESETS, Config, ConfigError, ModelConfig, from_json, with_preset
 from evaluate import Heldout
 from loop import Diverged
+from machine import wait_for_first
 from models import count_parameters, make_model
 from tensorboardX.proto.event_pb2 import Event
 from train import main, run
@@ -135,6 +136,11 @@ def test_a_loss_that_is_not_finite_stops_and_is_written_down(tiny):
             "--batch-size 30: 8 devices cannot split it evenly. Give a multiple of 8, "
             "such as 32, or other devices.",
         ),
+        (
+            {"coordinator": "here"},
+            "--coordinator here: give HOST:PORT of process 0, such as 10.0.0.1:1234, "
+            "or auto.",
+        ),
         ({"process_id": 1}, "--process-count and --process-id need --coordinator."),
         (
             {"process_id": 2, "process_count": 2, "coordinator": "localhost:1"},
@@ -176,6 +182,21 @@ def test_presets_have_the_sizes_of_their_names():
         "gpt": 0.8,
     }
     assert with_preset(["--steps", "2", "--preset=8b"]).model == PRESETS["8b"]
+
+
+def test_a_preset_that_there_is_not_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        run(["--preset", "2m"])
+    assert "invalid choice '2m' for argument '--preset'" in capsys.readouterr().err
+
+
+def test_a_process_0_that_never_comes_is_named():
+    with pytest.raises(ConfigError) as caught:
+        wait_for_first("localhost:1", seconds=0)
+    assert str(caught.value) == (
+        "process 0 cannot be reached at localhost:1 (Connection refused): check "
+        "--coordinator, and that it runs."
+    )
 
 
 @pytest.mark.standard_promotion

@@ -1,7 +1,7 @@
 """Several processes train the language model: one is killed, and the rest goes on.
 
-`KILLS=1 pytest tests/examples/test_lm_processes.py` runs it. Gloo gives processes 30 s
-to meet, which a machine of two cores that is busy with other tests may miss.
+`KILLS=1 pytest tests/examples/test_lm_processes.py` runs it: nine processes start,
+which takes about two minutes on two busy cores.
 """
 
 import dataclasses
