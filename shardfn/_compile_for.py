@@ -15,11 +15,11 @@ from shardfn._auto import part_shape
 from shardfn._errors import ShardingError, called, step_name
 from shardfn._flops import count_flops
 from shardfn._hlo import HloCollective
+from shardfn._hlo.timeline import Rates, play
 from shardfn._planner import describe
 from shardfn._programs import Programs
 from shardfn._report import Memory, Report, StoredLeaf
 from shardfn._sharding import Axes, Sharding, Split, local_shape
-from shardfn._timeline import Rates, play
 from shardfn.targets import Target
 
 

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
+from shardfn._hlo.timeline import MATMUL, OTHER, WAIT, Span
 from shardfn._plan import Collective, line_names
 from shardfn._plan_table import shape_text, size_text
 from shardfn._report import Report, StoredLeaf, seconds_text
-from shardfn._timeline import MATMUL, OTHER, WAIT, Span
 from shardfn._verification import HEADER, SUMS, rows_of, totals_of
 
 ROWS = 60

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardfn._flops import Flops
+from shardfn._hlo.timeline import Timeline
 from shardfn._plan import Plan
 from shardfn._plan_table import size_text
-from shardfn._timeline import Timeline
 from shardfn._verification import Verification
 from shardfn.targets import Target
 

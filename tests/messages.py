@@ -68,7 +68,8 @@ def _is_seen(call: ast.Call, path: Path) -> bool:
             return bool(call.args)
         case ast.Name(id=name):
             is_error = name.endswith(("Error", "Warning")) and name != "AssertionError"
-            return is_error and bool(call.args) and not path.name.startswith("_")
+            is_private = any(p.startswith("_") for p in path.relative_to(ROOT).parts)
+            return is_error and bool(call.args) and not is_private
     return False
 
 

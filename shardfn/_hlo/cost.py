@@ -9,8 +9,8 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field
 
-from ._hlo_collective import jax_dtype
-from ._hlo_parse import Computation, Instruction, Module, integers
+from shardfn._hlo.collective import jax_dtype
+from shardfn._hlo.parse import Computation, Instruction, Module, integers
 
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<= ]*)\](\{[^{}]*\})?")
 _FREE = (

@@ -11,10 +11,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from ._hlo_collective import HloCollective as HloCollective
-from ._hlo_collective import arrays, is_collective
-from ._hlo_loops import Frame, trip_count
-from ._hlo_parse import (
+from shardfn._hlo.collective import HloCollective, arrays, is_collective
+from shardfn._hlo.loops import Frame, trip_count
+from shardfn._hlo.parse import (
     Computation,
     Instruction,
     Module,

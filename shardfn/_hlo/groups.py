@@ -10,7 +10,7 @@ import re
 
 import numpy as np
 
-from ._hlo_parse import Instruction, integers
+from shardfn._hlo.parse import Instruction, integers
 
 Groups = tuple[tuple[int, ...], ...]
 

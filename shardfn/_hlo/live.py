@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 
-from ._hlo_cost import arrays_of
-from ._hlo_parse import Computation, Instruction, Module, integers
+from shardfn._hlo.cost import arrays_of
+from shardfn._hlo.parse import Computation, Instruction, Module, integers
 
 _NO_MEMORY = ("parameter", "constant", "after-all", "partition-id", "replica-id")
 _ALIASES = (

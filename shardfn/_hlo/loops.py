@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from ._hlo_parse import Computation, Instruction, Module, behind
+from shardfn._hlo.parse import Computation, Instruction, Module, behind
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,12 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ._hlo import ASYNC, chains, read_instruction
-from ._hlo_collective import HloCollective, is_collective
-from ._hlo_cost import Cost, cost_of
-from ._hlo_live import live_bytes
-from ._hlo_loops import Frame, trip_count
-from ._hlo_parse import Computation, Instruction, Module, parse_module
+from shardfn._hlo.collective import HloCollective, is_collective
+from shardfn._hlo.collectives import ASYNC, chains, read_instruction
+from shardfn._hlo.cost import Cost, cost_of
+from shardfn._hlo.live import live_bytes
+from shardfn._hlo.loops import Frame, trip_count
+from shardfn._hlo.parse import Computation, Instruction, Module, parse_module
 
 PLAYED = 256
 """Iterations of a loop that are played; more take as long as the last of them."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from ._hlo_groups import Groups, device_groups
-from ._hlo_parse import Instruction, Module, integers, leaves
+from shardfn._hlo.groups import Groups, device_groups
+from shardfn._hlo.parse import Instruction, Module, integers, leaves
 
 _KINDS = {
     "all-gather": "all_gather",
