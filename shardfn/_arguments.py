@@ -92,7 +92,7 @@ def abstract(leaf: Any, path: Sequence[Any], what: str) -> jax.ShapeDtypeStruct:
         weak = type(leaf) in numbers[1:]
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak)
     raise ShardingError(
-        f"{what} leaf '{path_name(path)}' is {_kind(leaf)}.\n"
+        f"{what} leaf '{path_name(path) or what}' is {_kind(leaf)}.\n"
         f"{called()}"
         "Pass arrays, numbers or ShapeDtypeStructs; keep functions and other static "
         "parts outside, for example with functools.partial or eqx.partition."
@@ -152,7 +152,7 @@ def _match(spec: Any, tree: Any, out: list[PartitionSpec | None]) -> None:
         raise ShardingError(
             f"batch_spec has {spec!r} where a PartitionSpec, None or a container of "
             f"them belongs.\n{called()}"
-            "Give a prefix of the batch, such as batch_spec={'tokens': P('data')}."
+            "Give a prefix of the batch, such as batch_spec={'tokens': jax.P('data')}."
         )
     unknown = [path_name([key]) for key in specs if key not in named]
     if unknown:
@@ -200,7 +200,9 @@ def _batch_leaf(
         if dim >= len(shape) or (not is_local and shape[dim] % count):
             size = shape[dim] if dim < len(shape) else 0
             names = tuple(axes.names[a] for a in over)
-            uneven.append(Uneven(leaf.path, leaf.name, size, dim, count, names))
+            uneven.append(
+                Uneven(leaf.path, leaf.name or "batch", size, dim, count, names)
+            )
     return sharding
 
 
@@ -216,7 +218,7 @@ def _check_names(leaf: Leaf, spec: PartitionSpec | None, axes: Axes) -> None:
     for name in (n for entry in entries for n in entry if n is not None):
         if name not in axes.names:
             raise ShardingError(
-                f"batch_spec of leaf '{leaf.name}' is PartitionSpec"
+                f"batch_spec of leaf '{leaf.name or 'batch'}' is PartitionSpec"
                 f"{tuple(spec or ())}, but the mesh has no axis '{name}' "
                 f"that the batch is split over.\n{called()}"
                 f"Use the axes that fully_shard was given: {axes.names}."

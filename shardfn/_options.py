@@ -17,8 +17,9 @@ from shardfn._local_step import LocalStep
 from shardfn._sharded_step import VERIFY, ShardedStep
 
 
-def check_step(step: Any) -> None:
-    """Raises if `step` is no function, or is sharded already."""
+def check_step(step: Any, asker: str = "fully_shard") -> None:
+    """Raises if the `step` that `asker` was given is no function, or is sharded
+    already."""
     plain = step
     while isinstance(plain, functools.partial):
         plain = plain.func
@@ -26,8 +27,8 @@ def check_step(step: Any) -> None:
         raise ShardingError(
             f"{getattr(plain, '__name__', 'the step')} is sharded already: it is a "
             f"{type(plain).__name__}, which fully_shard made.\n"
-            f"  fully_shard was called at {call_site()}\n"
-            "Shard the plain function, once: the sharded one has it as __wrapped__."
+            f"  {asker} was called at {call_site()}\n"
+            "Pass the plain function: the sharded one has it as __wrapped__."
         )
     if isinstance(step, Mesh):
         cannot_be("train_step", step, "Pass the step first, or fully_shard(mesh=mesh).")

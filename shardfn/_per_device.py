@@ -153,7 +153,7 @@ def _check_states(mapped: Any, states: int) -> None:
     flat, _ = tree_flatten_with_path(new, is_leaf=_is_levels)
     for path, levels in flat:
         if any(levels):
-            name = keystr(path, simple=True, separator="/")
+            name = keystr(path, simple=True, separator="/") or "state"
             raise ShardingError(
                 f"state leaf '{name}' would differ between devices: {step_name()} "
                 "computes it from its own part of the batch and never averages it.\n"

@@ -373,14 +373,16 @@ def _check_values(x: Any, leaf: Leaf, what: str = "state") -> None:
             else "Pass arrays"
         )
         raise ShardingError(
-            f"{what} leaf '{leaf.name}' is a ShapeDtypeStruct, which has no values.\n"
+            f"{what} leaf '{leaf.name or what}' is a ShapeDtypeStruct, which has no "
+            "values.\n"
             f"{called()}"
             f"{hint}; only plan, lower and shardings take abstract values."
         )
     is_array = isinstance(x, jax.Array) and not _compat.is_traced(x)
     if is_array and x.is_deleted():
         raise ShardingError(
-            f"{what} leaf '{leaf.name}' was donated to an earlier call and is gone.\n"
+            f"{what} leaf '{leaf.name or what}' was donated to an earlier call and is "
+            "gone.\n"
             f"{called()}"
             f"Use the state that {step_name()} returned, or pass donate=False to "
             "fully_shard to keep old states."

@@ -14,7 +14,7 @@ from jax.extend.core import jaxprs_in_params
 from jax.tree_util import tree_flatten_with_path
 
 from shardfn import _compat
-from shardfn._arguments import Leaf, path_name
+from shardfn._arguments import Leaf, leaf_name, path_name
 from shardfn._errors import ShardingError, called, listed, step_name, where
 from shardfn._per_device import GlobalStep, as_global, unbound_axis
 from shardfn._sharding import Axes, Sharding
@@ -222,7 +222,7 @@ def _check_state(out: Any, states: Sequence[Any], leaves: Sequence[Leaf]) -> int
         new_type = f"{new_leaf.dtype}{list(new_leaf.shape)}"
         if old_type != new_type:
             raise ShardingError(
-                f"{step_name()} changes state leaf '{path_name(path)}' from {old_type} "
+                f"{step_name()} changes state leaf '{leaf_name(path)}' from {old_type} "
                 f"to {new_type}.\n"
                 f"{called()}"
                 "A sharded state keeps its shapes and dtypes: cast or reshape the new "

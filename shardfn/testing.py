@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from shardfn._compare import Snapshot, differences, snapshot
 from shardfn._errors import call_site
 from shardfn._fully_shard import Options, fully_shard
+from shardfn._options import check_step
 from shardfn._rounding import DECIDED, Noise, noise
 from shardfn._sharded_step import ShardedStep
 from shardfn._sharding import show
@@ -87,6 +88,7 @@ def assert_parity(
       >>> assert_parity(train_step, mesh, jnp.ones((4, 16)), jnp.ones((8, 4)))
     """
     _check_names(options)
+    check_step(step, "assert_parity")
     given: Options = {"min_size": 0, **options}
     sharded = fully_shard(step, mesh, **given)
     plain = jax.jit(step)

@@ -147,14 +147,14 @@ def test_a_step_that_is_sharded_already(good, mesh, wrap) -> None:
     refuse(
         lambda: shardfn.fully_shard(step, mesh),
         "train_step is sharded already: it is a ShardedStep, which fully_shard made.",
-        "Shard the plain function, once: the sharded one has it as __wrapped__.",
+        "Pass the plain function: the sharded one has it as __wrapped__.",
         what="fully_shard",
     )
     local = shardfn.fully_shard(plain_step)
     refuse(
         lambda: shardfn.testing.assert_parity(local, mesh, {}),
         "train_step is sharded already: it is a LocalStep",
-        what="fully_shard",
+        what="assert_parity",
     )
 
 
@@ -202,6 +202,17 @@ def test_a_nested_batch_leaf_is_named_by_its_path(good, state) -> None:
         "Pad the batch to 8 rows",
         "batch_spec={'inputs': (None, jax.P())} to replicate it",
     )
+
+
+def test_a_state_or_batch_of_one_array_has_a_name(mesh) -> None:
+    step = shardfn.fully_shard(lambda w, x: (w.sum(), x), mesh, min_size=0)
+    w, x = jnp.ones((16, 16)), jnp.ones((8, 16))
+    for args, says in [
+        ((w, x[:3]), "batch leaf 'batch' has 3 rows, which 8 devices"),
+        ((w, "rows"), "batch leaf 'batch' is a str, not an array"),
+        ((w, x), "changes state leaf 'state' from float32[16, 16] to float32[]"),
+    ]:
+        refuse(lambda args=args: step(*args), says, what="<lambda>")
 
 
 def test_a_batch_without_rows_is_what_it_is_to_the_plain_step(good, state) -> None:

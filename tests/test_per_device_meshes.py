@@ -133,11 +133,11 @@ def test_a_forgotten_mean_names_the_leaf() -> None:
 
 
 def test_a_mean_over_one_of_two_axes() -> None:
-    def step(state, x):
-        return {"w": averaged(state["w"], x, "data")[0]}, {}
+    def step(w, x):
+        return averaged(w, x, "data")[0], {}
 
-    text = message_of(step, {"w": W}, X)
-    assert "state leaf 'w' would differ between devices" in text
+    text = message_of(step, W, X)
+    assert "state leaf 'state' would differ between devices" in text
 
 
 @pytest.mark.parametrize("value", ["index", "noise"])
