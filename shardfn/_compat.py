@@ -192,7 +192,8 @@ def bind_remat(
     body: Any,
     args: Sequence[jax.Array],
     weights: Sequence[bool],
-    imports: Sequence[jax.Array] = (),
+    early: Sequence[bool],
+    imports: Sequence[jax.Array],
 ) -> Sequence[jax.Array]:
     """Binds `eqn`'s remat primitive with another body, `body(*args, *imports)` on local
     values.
@@ -201,15 +202,19 @@ def bind_remat(
     barrier around the recomputation, and `jax.checkpoint` cannot set it. A scan's body
     needs no barrier against common subexpressions, but once the compiler has peeled an
     iteration it would compute that again early, and hold it meanwhile: there the
-    barrier holds all but `weights`, whose gathers may run ahead. It never holds
-    `imports`: nothing is computed of them alone that exists already.
+    barrier holds all but `weights`, whose gathers may run ahead. It never holds what is
+    `early`, nor `imports`: nothing is computed of them alone that exists already.
     """
     closed = jax.make_jaxpr(body)(*args, *imports)
     jaxpr, consts = open_jaxpr(closed)
     jaxpr = _private_partial_eval.convert_constvars_jaxpr(jaxpr)
     asked = eqn.params["prevent_cse"]
     every = any(asked) if isinstance(asked, tuple) else asked
-    held = [every] * len(consts) + [every or not weight for weight in weights]
+    held = [every] * len(consts)
+    held += [
+        not ahead and (every or not weight)
+        for weight, ahead in zip(weights, early, strict=True)
+    ]
     held += [False] * len(imports)
     params = {**eqn.params, "jaxpr": jaxpr, "prevent_cse": tuple(held)}
     return eqn.primitive.bind(*consts, *args, *imports, **params)

@@ -249,7 +249,8 @@ class _Run:
         imports = [self.env[ref] for ref in step.imports]
         body, run = node.bodies[0], self.body(step, node, 0)
         weights = [bool(body.leaf(v)) for v in body.inputs]
-        return _compat.bind_remat(node.eqn, run, args, weights, imports)
+        early = [i in step.early for i in range(len(args))]
+        return _compat.bind_remat(node.eqn, run, args, weights, early, imports)
 
     def custom(self, step: Apply, node: Node, operands: Arrays) -> Arrays:
         args = self.entering(step.bodies[0], node.bodies[0], operands)

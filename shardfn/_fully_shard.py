@@ -159,8 +159,10 @@ def fully_shard(
         The loop carries the coming layers' gathered weights, so that their gathers can
         run while a layer computes, for as many layers' weights of memory and as many
         more gathers of a layer per pass, whose results the last iterations drop. 0:
-        each iteration gathers its own, and the compiler overlaps what it can; so in
-        unrolled layers, whatever this says.
+        each iteration gathers its own, and the compiler overlaps what it can. In
+        unrolled layers it is a bound, which takes no further gathers: at most so many
+        layers' weights, or without `jax.checkpoint` so many weights, are gathered or in
+        flight beside those in use; 0 bounds nothing.
       bucket_bytes: small leaves that a layer gathers, or whose gradients it sums, move
         together, in one collective of at most so many bytes of whole values; larger
         ones travel alone, and are not copied. Fewer collectives for the same bytes and

@@ -105,6 +105,8 @@ class Apply:
       exports: versions made of what that body exports: a scan stacks it.
       ahead: parts of a scan's body that run in an earlier iteration. What they export,
         the body imports, after what the scan imports.
+      early: operands that the barrier of a remat does not hold: their gathers wait for
+        what the body imports.
     """
 
     node: int
@@ -120,6 +122,7 @@ class Apply:
     imports: tuple[Ref, ...] = ()
     exports: tuple[Ref, ...] = ()
     ahead: "tuple[Ahead, ...]" = ()
+    early: tuple[int, ...] = ()
 
 
 Step = Reshard | Apply

@@ -14,6 +14,7 @@ from shardfn._program import Program
 from shardfn._schedule._bucket import bucket
 from shardfn._schedule._hoist import hoist
 from shardfn._schedule._keep import keep
+from shardfn._schedule._order import order
 from shardfn._schedule._pace import pace
 from shardfn._schedule._prefetch import prefetch
 from shardfn._schedule._share import share
@@ -34,7 +35,7 @@ def schedule(program: Program, body: BodyPlan, control: Control) -> BodyPlan:
     body = _schedule(program, body, control, unit=False)
     body = prefetch(program, body, control)
     body = bucket(program, body, control) if control.joins else body
-    return pace(program, body)
+    return order(program, pace(program, body), control)
 
 
 def _schedule(
