@@ -62,6 +62,29 @@ def test_a_weight_waits_for_the_weight_so_many_before() -> None:
     assert after[3] == after[4] != after[5] and None not in after[3:]
 
 
+def test_joined_weights_are_one_unit() -> None:
+    options = dict(bucket_bytes=2**20, prefetch=1)
+    case = shard_fn(train("unrolled"), cpu_mesh(4), UNROLLED, ROWS, **options)
+    assert emitted_moves(case) == planned_moves(case.plan)
+    joined: dict[Any, set[Any]] = {}
+    for step in case.plan.body.steps:
+        for move in gathers_of(step):
+            joined.setdefault(move.together or move.result, set()).add(move.after)
+    assert all(len(waits_for) == 1 for waits_for in joined.values())
+    assert len(joined) < 2 * LAYERS
+
+
+def test_what_is_never_gathered_takes_no_notice() -> None:
+    whole = dict(shard=False)
+    asked = dict(prefetch=2, gather_dtype="bfloat16", reshard_after_forward=False)
+    plans = [
+        shard_fn(train("unrolled"), cpu_mesh(4), UNROLLED, ROWS, **options).plan
+        for options in (whole, whole | asked)
+    ]
+    assert plans[0].collectives == plans[1].collectives
+    assert not any(c.op == "all_gather" for c in plans[0].collectives)
+
+
 @pytest.mark.aot("h100:8")
 @pytest.mark.standard_promotion
 def test_gathers_overlap_and_hold_no_more_than_asked() -> None:

@@ -208,6 +208,14 @@ def float32_layers(w, x):
     return h.sum()
 
 
+def test_gathers_in_a_narrower_dtype_by_pattern() -> None:
+    shapes, options = [(16, 16), (16, 16)], dict(gather_dtype={"1": BFLOAT16})
+    case = shard_fn(descend(float32_layers), cpu_mesh(4), shapes, (8, 16), **options)
+    gathers = [c for c in case.plan.collectives if c.op == "all_gather"]
+    found = {(c.path, c.dtype) for c in gathers}
+    assert found == {("0", "float32"), ("1", "bfloat16")}
+
+
 def test_gathers_in_a_narrower_dtype() -> None:
     shapes = [(16, 16), (16, 16)]
     cases = [

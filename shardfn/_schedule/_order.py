@@ -62,7 +62,7 @@ class _Order:
             if isinstance(step, Reshard):
                 if _gathers(step):
                     leaf = self.program.leaf(step.source.value)
-                    self.enter(units.get(leaf, step.result))
+                    self.enter(units.get(leaf, step.together or step.result))
                     token = self.start(leaf)
                     step = replace(step, after=token or step.after)
                     self.depth[step.result] = len(self.starts)
