@@ -18,7 +18,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.sharding import SingleDeviceSharding
 
-from shardfn import _compat, _processes
+from shardfn import _compat, _processes, _watched
 from shardfn._arguments import Leaf, leaves_of, path_name
 from shardfn._errors import call_site
 from shardfn._on_disk import (
@@ -92,10 +92,13 @@ class Checkpoints:
                 "Pass an absolute path, such as os.path.abspath(...): every process "
                 "has to find the same directory."
             )
+        self._failures: list[Exception] = []
+        watched = handler()
+        _watched.watch(watched, self._failures)
         self._manager = ocp.CheckpointManager(
             self.directory,
             options=manager_options(options, self.directory),
-            item_handlers={ITEM: handler()},
+            item_handlers={ITEM: watched},
         )
 
     def __enter__(self) -> "Checkpoints":
@@ -225,9 +228,14 @@ class Checkpoints:
           None.
 
         Raises:
-          Exception: what went wrong while one was written.
+          Exception: what went wrong while one was written. With several processes it
+            is raised where it went wrong, which cannot save again: the others wait for
+            it until Orbax's time limit (`AsyncOptions`, 10 minutes), or until it ends.
         """
-        self._manager.wait_until_finished()
+        if _processes.count() == 1:
+            self._manager.wait_until_finished()
+        else:
+            _watched.wait(self._manager.wait_until_finished, self._failures)
         self._writing = None
 
     def close(self) -> None:
@@ -236,7 +244,8 @@ class Checkpoints:
         Returns:
           None.
         """
-        self._manager.close()
+        if _processes.count() == 1 or not self._failures:
+            self._manager.close()
 
     def _found(self, number: int | None) -> int:
         numbers = self.numbers

@@ -97,7 +97,7 @@ ORDER = """
     _cli
     __main__
     _compare _rounding testing
-    _pieces _uneven _orbax _on_disk checkpoint
+    _pieces _uneven _orbax _watched _on_disk checkpoint
     export
 """.split()
 

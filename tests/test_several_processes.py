@@ -2,11 +2,13 @@
 save and restore as one process does; processes that differ say so and end.
 """
 
+import contextlib
 import json
 import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from shardfn import ShardingError, _compat, _processes
+from shardfn import ShardingError, _compat, _processes, _watched
 from shardfn.checkpoint import Checkpoints
 
 PROGRAM = Path(__file__).with_name("several_processes.py")
@@ -118,3 +120,23 @@ def test_one_that_does_not_come_is_not_waited_for_in_vain(monkeypatch) -> None:
         "process 0 has compiled the step, and another one has not in 600 s."
     )
     assert last.startswith("Every process has to call the same steps in the same order")
+
+
+def test_a_write_that_fails_ends_the_wait_for_the_others() -> None:
+    class Full:
+        def result(self, timeout: float | None = None) -> None:
+            raise OSError("the disk is full")
+
+    others, failures = threading.Event(), []
+
+    def fail() -> None:
+        with contextlib.suppress(OSError):
+            _watched.Watched(Full(), failures).result()
+
+    threading.Timer(0.2, fail).start()
+    with pytest.raises(OSError, match="the disk is full"):
+        _watched.wait(others.wait, failures)
+    others.set()
+    _watched.wait(lambda: None, [])
+    with pytest.raises(ZeroDivisionError):
+        _watched.wait(lambda: 1 / 0, [])
