@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.extend.core import jaxprs_in_params
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from shardfn import _compat
-from shardfn._errors import ShardingError, called, step_name
+from shardfn._errors import ShardingError, called, step_name, where
 from shardfn._sharding import Axes, Sharding, Split, axes_of
 
 GlobalStep = Callable[[tuple[Any, ...], tuple[Any, ...]], Any]
@@ -141,9 +142,31 @@ def _mapped(
 ) -> Any:
     """Per result, per mesh axis, whether it differs between devices."""
     record: dict[int, Any] = {}
-    jax.eval_shape(_over_devices(step, axes, split, None, record), old, batch)
+    over = _over_devices(step, axes, split, None, record)
+    _check_keys(jax.make_jaxpr(over)(old, batch))
     levels = [record[i] for i in range(len(axes.names))]
     return jax.tree.map(lambda *flags: tuple(flags), *levels)
+
+
+def _check_keys(jaxpr: Any, around: str = "an unknown line") -> None:
+    """Raises if bits are made from an array of RBG keys: vmap lets the first make all,
+    where each device would use its own. `around` is the user's line around it."""
+    for eqn in _compat.open_jaxpr(_compat.close_jaxpr(jaxpr))[0].eqns:
+        place = where(eqn)
+        place = around if place.startswith("an unknown line") else place
+        for body in jaxprs_in_params(eqn.params):
+            _check_keys(body, place)
+        if eqn.primitive.name not in ("random_bits", "random_gamma"):
+            continue
+        keys: Any = eqn.invars[0].aval
+        if str(keys.dtype) in ("key<rbg>", "key<urbg>") and keys.size > 1:
+            raise ShardingError(
+                f"{step_name()} is written per device and makes random numbers from "
+                "several RBG keys, whose bits would not be those that each device "
+                f"makes alone.\n  at {place}\n{called()}"
+                "Use keys of jax.random.key(seed, impl='threefry2x32'), or make the "
+                "numbers of the whole batch from one key in a step on global arrays."
+            )
 
 
 def _check_states(mapped: Any, states: int) -> None:

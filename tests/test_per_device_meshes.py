@@ -132,6 +132,21 @@ def test_a_forgotten_mean_names_the_leaf() -> None:
     assert "grads = jax.lax.pmean(grads, axis)" in text
 
 
+@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
+def test_rbg_keys_that_differ_between_devices(impl: str) -> None:
+    def step(state, x, own=True):
+        key = jax.random.key(7, impl=impl)
+        key = jax.random.fold_in(key, lax.axis_index("data")) if own else key
+        noise = jax.checkpoint(lambda x: x + jax.random.normal(key, x.shape))(x)
+        return {"w": state["w"] + lax.pmean(noise.sum(), AXES)}, {}
+
+    text = message_of(step, {"w": W}, X)
+    assert "step is written per device and makes random numbers from several" in text
+    assert "(test_rbg_keys" in text and "impl='threefry2x32'" in text
+    alike = functools.partial(step, own=False)
+    assert sharded(alike).plan({"w": W}, X).collectives, "one key for all is fine"
+
+
 def test_a_mean_over_one_of_two_axes() -> None:
     def step(w, x):
         return averaged(w, x, "data")[0], {}
