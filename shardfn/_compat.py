@@ -216,7 +216,8 @@ def bind_remat(
         for weight, ahead in zip(weights, early, strict=True)
     ]
     held += [False] * len(imports)
-    params = {**eqn.params, "jaxpr": jaxpr, "prevent_cse": tuple(held)}
+    prevent_cse = all(held) or tuple(held)
+    params = {**eqn.params, "jaxpr": jaxpr, "prevent_cse": prevent_cse}
     return eqn.primitive.bind(*consts, *args, *imports, **params)
 
 
