@@ -267,6 +267,13 @@ def test_extra_that_json_cannot_hold(tmp_path, extra, message) -> None:
     assert advice == "Pass float(...) or int(...) of a number, .tolist() of an array."
 
 
+def test_nothing_is_compressed(tmp_path) -> None:
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, {"w": jnp.zeros(2**15)})
+    sizes = [file.stat().st_size for file in tmp_path.rglob("*") if file.is_file()]
+    assert max(sizes) >= 4 * 2**15
+
+
 def test_two_leaves_of_one_name(steps, tmp_path) -> None:
     step = steps["2"]
     state = step.init(lambda: {"a.b": jnp.ones(4), "a": {"b": jnp.zeros(4)}})

@@ -177,6 +177,7 @@ def test_told_to_end_at_any_moment_it_ends_well(saving, tmp_path):
         *_, last = log.read_text().splitlines()
         assert last.startswith("stopped"), log.read_text()
         assert "Traceback" not in log.read_text()
+    assert "run:" not in logs[0].read_text(), "the signal is taken before the imports"
 
 
 def test_a_full_disk_ends_the_run_and_says_what_is_saved(saving):
