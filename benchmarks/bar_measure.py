@@ -30,17 +30,6 @@ OVERLAPPED: dict[str, dict[str, Any]] = {
             "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
         }
     },
-    "v5p": {
-        "prefetch": 1,
-        "compiler_options": {
-            "xla_tpu_prefer_async_allgather_to_allreduce": "true",
-            "xla_enable_async_all_gather": "true",
-            "xla_tpu_enable_async_collective_fusion": "true",
-            "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
-            "xla_tpu_enable_async_collective_fusion_multiple_steps": "true",
-            "xla_tpu_overlap_compute_collective_tc": "true",
-        },
-    },
 }
 """What a user can ask for beyond the defaults, by chip: more overlap, more memory."""
 
@@ -49,7 +38,7 @@ def shardfn_options(program: str, chip: str) -> dict[str, Any] | None:
     """Options of `fully_shard`; None for a baseline."""
     return {
         "shardfn": {},
-        "shardfn overlapped": OVERLAPPED[chip],
+        "shardfn overlapped": OVERLAPPED.get(chip, {}),
         "shardfn defer": {"accumulate": "defer"},
     }.get(program)
 
@@ -70,11 +59,12 @@ def programs_of(case: Case, chip: str) -> list[str]:
     """Names of the programs that a case is measured on."""
     if case.bars == (6,):
         return ["shardfn"]
-    left_out = "shardfn overlapped" if case.bars == (4,) else "shardfn defer"
+    left_out = {"shardfn overlapped" if case.bars == (4,) else "shardfn defer"}
+    left_out |= set() if chip in OVERLAPPED else {"shardfn overlapped"}
     return [
         name
         for name in (*OURS, *BASELINES)
-        if name != left_out and (chip == "v5p" or name not in TPU_ONLY)
+        if name not in left_out and (chip == "v5p" or name not in TPU_ONLY)
     ]
 
 

@@ -81,6 +81,8 @@ OPTIONS = (
     _on_sparse_cores(f"{_OFFLOAD}_3d_all_gather", "true", _FUSED_GATHERS),
     # Those along the minor dimension in memory are all-reduced unless it is changed.
     _on_sparse_cores("xla_tpu_relayout_group_size_threshold_for_reduce_scatter", "1"),
+    # Started earlier than XLA would, they end within the layer that they come from.
+    _on_sparse_cores("xla_tpu_sparse_core_reduce_scatter_latency_multiplier", "3"),
     # Gathers that are fused into matmuls cannot go there, nor those that stand as an
     # all-reduce of zeros and a shard, as they do on 64 chips and more.
     _on_sparse_cores(_FUSED_GATHERS, "false"),
