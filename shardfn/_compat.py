@@ -58,8 +58,10 @@ def hiding_flags() -> list[str]:
 
 
 def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
-    """The jaxpr without its constants, and the constants: one type or two, by
-    version."""
+    """The jaxpr without its constants, and the constants: one type or two, by version;
+    none of a jaxpr that is open already."""
+    if not hasattr(jaxpr, "consts"):
+        return jaxpr, ()
     return jaxpr.jaxpr, tuple(jaxpr.consts)
 
 

@@ -151,7 +151,7 @@ def _mapped(
 def _check_keys(jaxpr: Any, around: str = "an unknown line") -> None:
     """Raises if bits are made from an array of RBG keys: vmap lets the first make all,
     where each device would use its own. `around` is the user's line around it."""
-    for eqn in _compat.open_jaxpr(_compat.close_jaxpr(jaxpr))[0].eqns:
+    for eqn in _compat.open_jaxpr(jaxpr)[0].eqns:
         place = where(eqn)
         place = around if place.startswith("an unknown line") else place
         for body in jaxprs_in_params(eqn.params):

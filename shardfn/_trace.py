@@ -168,7 +168,7 @@ def _check_effects(jaxpr: Any) -> None:
 def _check_not_mapped(jaxpr: Any, around: str = "an unknown line") -> None:
     """Raises if a part of the step is divided over devices already. What `around` calls
     may have been traced before, from another line."""
-    for eqn in _compat.open_jaxpr(_compat.close_jaxpr(jaxpr))[0].eqns:
+    for eqn in _compat.open_jaxpr(jaxpr)[0].eqns:
         bodies = list(jaxprs_in_params(eqn.params))
         place = where(eqn) if bodies else ""
         place = around if place.startswith("an unknown line") else place
@@ -187,7 +187,7 @@ def _check_not_mapped(jaxpr: Any, around: str = "an unknown line") -> None:
 
 def _place_of_effect(jaxpr: Any) -> str:
     """The user's line of the innermost equation with a side effect."""
-    for eqn in _compat.open_jaxpr(_compat.close_jaxpr(jaxpr))[0].eqns:
+    for eqn in _compat.open_jaxpr(jaxpr)[0].eqns:
         if any(not _compat.is_debug_effect(e) for e in eqn.effects):
             bodies = list(jaxprs_in_params(eqn.params))
             return _place_of_effect(bodies[0]) if bodies else where(eqn)

@@ -343,3 +343,23 @@ def test_weak_types() -> None:
         whole, expected = jax.jit(weak)(whole, X, 1)
         assert_same(metrics, expected)
         assert_same(run.unshard(state), whole)
+
+
+def test_constants_of_calls() -> None:
+    """A jitted function that closes over an array, in a step for all devices or one."""
+    table = jnp.arange(5.0)
+
+    @jax.jit
+    def shifted(x):
+        return x + table
+
+    def plain(w, x):
+        return w, shifted(x @ w).sum()
+
+    def of_each_device(w, x):
+        return w, jax.lax.psum(shifted(x @ w).sum(), "data")
+
+    w = make_state().w
+    loss = jax.jit(plain)(w, X)[1]
+    for each in (plain, of_each_device):
+        assert sharded(each)(w, X)[1] == loss
