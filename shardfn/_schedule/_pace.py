@@ -1,9 +1,10 @@
-"""Sends the gradients of unrolled layers away one after the other.
+"""Sends the gradients of unrolled layers with remat away one after the other.
 
-In: a scheduled plan. Out: the plan, in which the reduce-scatter of a large gradient
-waits for the one before it. XLA combines collectives that do not depend on each other:
-it would make one of all of them, at the end of the step, and hold every whole gradient
-until then. A loop's iterations keep their sums apart by themselves.
+In: a scheduled plan. Out: the plan, in which the reduce-scatter of a large gradient in
+a remat waits for the one before it. XLA combines collectives that do not depend on each
+other: it would make one of all of them, at the end of the step, and hold every whole
+gradient until then. A loop's iterations keep their sums apart by themselves; without
+remat the activations that the backward pass sets free outweigh the gradients.
 """
 
 import math
@@ -49,11 +50,11 @@ class _Chain:
     last: Ref | None = None
     steps: list[Step] = field(default_factory=list)
 
-    def linked(self) -> BodyPlan:
+    def linked(self, in_remat: bool = False) -> BodyPlan:
         for step in self.body.steps:
             if isinstance(step, Apply):
                 step = self.unit(step, self.program.nodes[step.node])
-            elif self.is_large(step):
+            elif in_remat and self.is_large(step):
                 step = replace(step, after=step.after or self.last)
                 self.last = step.result
             self.steps.append(step)
@@ -80,7 +81,7 @@ class _Chain:
             inner.last = fresh(body, program.inputs[0])
             inner.body = replace(body, imports=(*body.imports, inner.last))
             step = replace(step, imports=(*step.imports, self.last))
-        body = inner.linked()
+        body = inner.linked(in_remat=True)
         assert inner.last is not None
         body = replace(body, exports=(*body.exports, inner.last))
         whole = replace(self.body, steps=(*self.steps, *self.body.steps))
