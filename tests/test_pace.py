@@ -67,7 +67,8 @@ def test_each_large_gradient_waits_for_the_one_before() -> None:
     found = list(sums(case.plan.body, {}))
     large = [(made, after) for made, after, size in found if size > HIDDEN]
     small = [after for _, after, size in found if size <= HIDDEN]
-    assert len(large) == 2 * LAYERS and small == [None] * LAYERS
+    assert len(large) == 2 * LAYERS and len(small) == LAYERS
+    assert all(small[1:]), "or one could be combined with an early link"
     assert large[0][1] is None and all(after for _, after in large[1:])
     # Of a remat's two, the second goes by a name outside, and the next first waits.
     assert [after for _, after in large[2::2]] == [made for made, _ in large[1:-1:2]]

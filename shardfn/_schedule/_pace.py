@@ -9,6 +9,7 @@ remat the activations that the backward pass sets free outweigh the gradients.
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import TypeGuard
 
 from shardfn._phase import BACKWARD, mixes_passes
 from shardfn._plan import Apply, BodyPlan, Ref, Reshard, Step, fresh
@@ -51,32 +52,43 @@ class _Chain:
     steps: list[Step] = field(default_factory=list)
 
     def linked(self, in_remat: bool = False) -> BodyPlan:
+        chained = in_remat or any(map(self.is_unit, self.body.steps))
         for step in self.body.steps:
             if isinstance(step, Apply):
                 step = self.unit(step, self.program.nodes[step.node])
-            elif in_remat and self.is_large(step):
+            elif chained and self.scatters(step):
+                # A small one waits too, or XLA may combine it with an early link.
                 step = replace(step, after=step.after or self.last)
-                self.last = step.result
+                self.last = step.result if self.is_large(step) else self.last
             self.steps.append(step)
         return replace(self.body, steps=tuple(self.steps))
 
+    def scatters(self, step: Step) -> TypeGuard[Reshard]:
+        """Whether a step scatters a gradient."""
+        if not isinstance(step, Reshard) or step.phase != BACKWARD:
+            return False
+        splits = any(isinstance(s, Split) for s in step.path[-1])
+        return splits and sums_gradient(self.program, step)
+
     def is_large(self, step: Step) -> bool:
         """Whether a step scatters a large gradient, by itself."""
-        if not isinstance(step, Reshard) or step.together is not None:
+        if not self.scatters(step) or step.together is not None:
             return False
-        scatters = any(isinstance(s, Split) for s in step.path[-1])
-        if step.phase != BACKWARD or not sums_gradient(self.program, step):
+        return math.prod(step.shape) * step.itemsize >= PACE_BYTES
+
+    def is_unit(self, step: Step) -> bool:
+        """Whether a step is a remat that scatters large gradients."""
+        if not isinstance(step, Apply) or self.program.nodes[step.node].kind != "remat":
             return False
-        return scatters and math.prod(step.shape) * step.itemsize >= PACE_BYTES
+        inner = _Chain(self.program.nodes[step.node].bodies[0], step.bodies[0])
+        return any(map(inner.is_large, inner.body.steps))
 
     def unit(self, step: Apply, node: Node) -> Apply:
         """A remat, of which the first scatter waits for the last one before it."""
-        if node.kind != "remat":
+        if not self.is_unit(step):
             return step
         (body,), program = step.bodies, node.bodies[0]
         inner = _Chain(program, body)
-        if not any(map(inner.is_large, body.steps)):
-            return step
         if self.last is not None:
             inner.last = fresh(body, program.inputs[0])
             inner.body = replace(body, imports=(*body.imports, inner.last))
