@@ -139,7 +139,8 @@ def fully_shard(
         those of one host: `(k-1)/k` of a parameter's bytes, over their links alone, and
         a `k`-th of all such parameters in memory between the passes. "auto": only if
         more than its own bytes are gathered between the two uses, so not for the last
-        layer or the head.
+        layer or the head; and within one pass, such as for a table that is tied to the
+        head, only if what is kept would be more than a tenth of them.
       gather_dtype: floating-point dtype that parameters are cast to before they are
         gathered, and back behind it: bfloat16 halves the bytes of a step in float32,
         and rounds the weights that it multiplies with. Parameters that the step itself

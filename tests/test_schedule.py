@@ -207,6 +207,33 @@ def test_far_uses_repeat_the_gather_tied_to_the_backward_pass() -> None:
     assert plan.steps[-1] == use(3, Ref(0, 2))
 
 
+@pytest.mark.parametrize(
+    "times, phases, gathers",
+    [
+        (8, ("forward", "forward"), 4),
+        (10, ("forward", "forward"), 3),  # a tenth of what is in between, and no more
+        (20, ("forward", "forward"), 2),
+        (20, ("forward", "backward"), 4),
+    ],
+)
+def test_one_pass_keeps_a_tenth_of_what_it_gathers_in_between(
+    times, phases, gathers
+) -> None:
+    body = BodyPlan((STORED,), (gather(0, 1, rows=8),), (), ())
+    first, last = (
+        tuple(dataclasses.replace(gather(v, i), phase=phase) for v in (0, 1))
+        for i, phase in enumerate(phases, 1)
+    )
+    plan = shared(
+        *first,
+        use(0, Ref(0, 1), Ref(1, 1)),
+        use(1, bodies=(body,), times=times),
+        *last,
+        use(2, Ref(0, 2), Ref(1, 2)),
+    )
+    assert len(reshards(plan)) == gathers
+
+
 def test_a_repeated_gather_may_run_one_gather_ahead() -> None:
     """It waits for what existed at the gather before it, not for what came after."""
     forward = [(gather(v, 1), use(v, Ref(v, 1))) for v in range(5)]

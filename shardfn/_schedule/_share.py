@@ -37,6 +37,9 @@ def share(program: Program, body: BodyPlan, control: Control, unit: bool) -> Bod
     )
 
 
+HELD = 10
+"""What one pass uses again is kept if all of it is a tenth of the bytes in between."""
+
 _Move = tuple[Ref, Sharding, str]
 """What is moved, where to, and in which dtype: a narrower one rounds the value."""
 
@@ -57,10 +60,10 @@ class _Sharing:
 
     `gathered` counts the bytes gathered so far; unless the user said otherwise, a
     gather is repeated if more than its own bytes were gathered since the value's last
-    use. `tokens` are results that a
-    repeated gather can wait for, the newest last; `fence` is how many of them existed
-    when the step before the last gather's was reached, so that a gather may run one
-    step ahead.
+    use. `held` counts the bytes that are kept all the same, because the same pass uses
+    them again and they are few beside those. `tokens` are results that a repeated
+    gather can wait for, the newest last; `fence` is how many of them existed when the
+    step before the last gather's was reached, so that a gather may run one step ahead.
     """
 
     program: Program
@@ -71,6 +74,7 @@ class _Sharing:
     made: dict[_Move, _Made] = field(default_factory=dict)
     uses: dict[Ref, _Move] = field(default_factory=dict)
     gathered: int = 0
+    held: int = 0
     tokens: list[Ref] = field(default_factory=list)
     fence: int = 0
 
@@ -125,7 +129,14 @@ class _Sharing:
             return True
         if asked is True and step.phase != made.phase:
             return False
-        return self.gathered - made.last <= math.prod(step.shape) * step.itemsize
+        between, own = self.gathered - made.last, math.prod(step.shape) * step.itemsize
+        if between <= own:
+            return True
+        if asked is True or step.phase != made.phase:
+            return False
+        few = HELD * (self.held + own) <= between
+        self.held += own if few else 0
+        return few
 
     def is_again(self, step: Reshard) -> bool:
         """Whether a move gathers what a group of devices kept of an earlier gather."""
