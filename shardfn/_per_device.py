@@ -26,6 +26,31 @@ def unbound_axis(error: NameError) -> str | None:
     return rest.split(".")[0].split()[0].strip("'\"") if found else None
 
 
+def reaches_axis(
+    step: GlobalStep,
+    axes: Axes,
+    split: Sequence[Sharding],
+    states: tuple[Any, ...],
+    batch: tuple[Any, ...],
+) -> bool:
+    """Whether `step`, on the batch of one device, comes to use a mesh axis."""
+
+    def first(old: tuple[Any, ...], batch: tuple[Any, ...]) -> Any:
+        leaves, treedef = jax.tree.flatten(batch)
+        for i, (x, sharding) in enumerate(zip(leaves, split, strict=True)):
+            blocks = _blocks(x, sharding, axes)
+            leaves[i] = blocks[(0,) * (blocks.ndim - x.ndim)]
+        return step(old, jax.tree.unflatten(treedef, leaves))
+
+    try:
+        jax.make_jaxpr(first)(states, batch)
+    except NameError as error:
+        return unbound_axis(error) in axes.names
+    except Exception:
+        return False
+    return False
+
+
 def as_global(
     step: GlobalStep, axes: Axes, split: Sequence[Sharding], states: int
 ) -> GlobalStep:

@@ -16,7 +16,7 @@ from jax.tree_util import tree_flatten_with_path
 from shardfn import _compat
 from shardfn._arguments import Leaf, leaf_name, path_name
 from shardfn._errors import ShardingError, called, listed, step_name, where
-from shardfn._per_device import GlobalStep, as_global, unbound_axis
+from shardfn._per_device import GlobalStep, as_global, reaches_axis, unbound_axis
 from shardfn._sharding import Axes, Sharding
 
 
@@ -105,8 +105,8 @@ def _jaxpr(
     """The jaxpr of a global step, or else of a per-device one.
 
     A step that names a mesh axis is per device. One that fails on the global batch may
-    be too, if it spells out local shapes before it names an axis: it is if its code
-    holds such a name and it works so.
+    be too, if it spells out local shapes before it names an axis: it is if it comes to
+    name one on the batch of one device, and works so. Any other failure is the user's.
     """
     local = as_global(step, axes, split, len(states))
     try:
@@ -116,7 +116,7 @@ def _jaxpr(
     except jax.errors.UnexpectedTracerError:
         raise
     except (TypeError, ValueError):
-        if names_axes():
+        if names_axes() and reaches_axis(step, axes, split, states, batch):
             with contextlib.suppress(Exception):
                 return jax.make_jaxpr(local, return_shape=True)(states, batch)
         raise

@@ -257,6 +257,26 @@ def test_a_mistake_of_a_plain_step_is_the_users_own(axis) -> None:
     assert calls == ([(16, 12), (2, 12)] if axis == "data" else [(16, 12)])
 
 
+def limited(w, batch):
+    x = batch["data"]
+    if x.shape[0] > 4:
+        raise ValueError("at most 4 rows")
+    return w, {"loss": x.mean(), "rows": x.shape[0] * jnp.ones(())}
+
+
+def reshaped(w, batch):
+    return w, batch["data"].reshape(2, 12).sum()
+
+
+@pytest.mark.parametrize(
+    "step, message", [(limited, "^at most 4 rows"), (reshaped, "cannot reshape")]
+)
+def test_a_step_that_works_on_a_part_is_not_per_device(step, message) -> None:
+    """It holds the name of an axis, and would trace on local shapes."""
+    with pytest.raises((ValueError, TypeError), match=message):
+        sharded(step).plan(W, {"data": X})
+
+
 class Model:
     def __init__(self, axis: str = "rows") -> None:
         self.axis = axis
