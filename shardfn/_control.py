@@ -52,7 +52,7 @@ class Control:
 
     choices: tuple[tuple[str, Choices], ...] = ()
     place: str = field(default="", compare=False)
-    # By path. Not in a cache that equal controls share: True equals 1, and says more.
+    # By path.
     known: dict[str, LeafControl] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -102,7 +102,7 @@ class Control:
     def on(self, axis: str, size: int) -> "Control":
         """The same on a mesh axis of `size` devices, which may keep parameters gathered
         within groups of some of them: of one is whole, of all is as stored."""
-        groups = self.groups - {1, size}
+        groups = self.groups - {size}
         for smaller, larger in itertools.pairwise((1, *sorted(groups), size)):
             if larger % smaller or larger > size:
                 wrong = smaller if larger == size else larger
@@ -112,9 +112,10 @@ class Control:
                     "Pass a number that divides it, such as the devices of one host; "
                     "of several numbers, each has to divide the next."
                 )
-        same = {1: False, size: True}
         choices = {
-            option: tuple((p, same.get(v, v) if type(v) is int else v) for p, v in each)
+            option: tuple(
+                (p, v if type(v) is not int or v < size else True) for p, v in each
+            )
             if option == "reshard_after_forward"
             else each
             for option, each in self.choices
@@ -224,7 +225,7 @@ def _reshard(option: str, value: Any) -> Reshard:
         return value
     if type(value) is not int or value < 1:
         _refuse(option, value, "True, False, 'auto', a number of devices")
-    return value
+    return value if value > 1 else False  # 1 equals True, and says the contrary
 
 
 def _floating(option: str, value: Any) -> str | None:

@@ -16,6 +16,7 @@ from parity import quick_compiles as quick_compiles
 from plan_helpers import Sharded, compiled_moves, cpu_mesh, planned_moves, shard_fn
 
 import shardfn
+from shardfn._control import make_control
 
 PARAMS = {"up": (16, 32), "down": (32, 16)}
 STATE = {"params": PARAMS, "momentum": PARAMS}
@@ -213,6 +214,17 @@ def test_a_pattern_behind_a_wider_one_is_refused(wide: str) -> None:
     )
     assert re.search(r"\n  fully_shard was called at plan_helpers\.py:\d+ ", message)
     assert message.endswith("\nName 'params/down' first.")
+
+
+def test_groups_of_one_device_are_not_the_whole_mesh() -> None:
+    """1 equals True, and says the contrary."""
+    asked = {"*": True, "params/down": 1}
+    with pytest.raises(shardfn.ShardingError, match="names 'params/down' after '\\*'"):
+        _ = sharded(None, 4, reshard_after_forward=asked).plan
+    whole, again, kept = (
+        make_control(reshard_after_forward=value) for value in (1, True, False)
+    )
+    assert whole == kept != again
 
 
 def test_a_pattern_for_the_rest_may_be_left_with_nothing() -> None:
