@@ -23,6 +23,9 @@ Asked = Mapping[str, Any] | Literal[False] | None
 Options = tuple[tuple[str, Any], ...]
 """Names and values."""
 
+_INVALID = "INVALID_ARGUMENT: "
+_VALUES = (str, int, float, bool, type(None))
+
 _GPUS = ("gpu", "cuda", "rocm")
 
 
@@ -95,13 +98,17 @@ def check_options(asked: Any) -> Asked:
     """Raises if `compiler_options` is nothing that can be asked."""
     if asked is None or asked is False:
         return asked
-    if isinstance(asked, Mapping) and all(isinstance(name, str) for name in asked):
+    if isinstance(asked, Mapping) and all(
+        isinstance(name, str) and isinstance(value, _VALUES)
+        for name, value in asked.items()
+    ):
         return dict(asked)
     cannot_be(
         "compiler_options",
         asked,
-        "Pass a mapping from names of XLA's options to values, with None for an option "
-        "that XLA shall choose; False to set none at all; or None.",
+        "Pass a mapping from names of XLA's options to strings, numbers or booleans, "
+        "with None for an option that XLA shall choose; False to set none at all; or "
+        "None.",
     )
 
 
@@ -178,14 +185,19 @@ def _known(device: Any, options: Iterable[Option]) -> dict[str, Any]:
 @functools.cache
 def refusal(device: Any, options: Options) -> str:
     """Why the compiler of `device` does not take these options, or `""`: tried on a
-    program that returns zero."""
+    program that returns zero. Troubles of another kind, such as no memory, are raised;
+    they may have passed the next time."""
     one = jax.sharding.SingleDeviceSharding(device)
     with _compat.at_top_level():
         lowered = jax.jit(lambda: jax.numpy.float32(0), out_shardings=one).lower()
     try:
         lowered.compile(compiler_options=dict(options))
     except (jax.errors.JaxRuntimeError, TypeError, ValueError) as error:
-        return str(error).splitlines()[0].removeprefix("INVALID_ARGUMENT: ").rstrip(".")
+        first = str(error).partition("\n")[0]
+        refused = first.startswith(_INVALID) or "No such compile option" in first
+        if isinstance(error, jax.errors.JaxRuntimeError) and not refused:
+            raise
+        return first.removeprefix(_INVALID).rstrip(".")
     return ""
 
 

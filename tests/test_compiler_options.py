@@ -9,7 +9,7 @@ from jax.sharding import AxisType
 
 import shardfn
 from shardfn import _compiler_options
-from shardfn._compiler_options import Option, compiler_options, set_elsewhere
+from shardfn._compiler_options import Option, compiler_options, refusal, set_elsewhere
 
 LIMIT = "xla_gpu_experimental_parallel_collective_overlap_limit"
 HIDING = ("xla_gpu_enable_latency_hiding_scheduler", True)
@@ -152,7 +152,25 @@ def test_cpus_are_told_what_the_user_says():
     assert "train_step was called at test_compiler_options.py:" in message
 
 
-@pytest.mark.parametrize("asked", [True, "O2", {1: 2}])
+def test_only_a_refusal_is_one(monkeypatch):
+    """A compiler without memory knows its options: it is asked again."""
+    real, troubles = jax.stages.Lowered.compile, ["RESOURCE_EXHAUSTED: Out of memory"]
+
+    def compile_(lowered, compiler_options=None):
+        if troubles:
+            raise jax.errors.JaxRuntimeError(troubles.pop())
+        return real(lowered, compiler_options)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compile_)
+    asked = (("xla_cpu_enable_fast_math", False), ("xla_backend_extra_options", ""))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="^RESOURCE_EXHAUSTED: Out"):
+        refusal(jax.devices()[0], asked)
+    assert refusal(jax.devices()[0], asked) == ""
+    no_bool = refusal(jax.devices()[0], (("xla_cpu_enable_fast_math", "x"),))
+    assert no_bool.endswith("'x' is not a valid bool value")
+
+
+@pytest.mark.parametrize("asked", [True, "O2", {1: 2}, {"xla_x": [1]}])
 def test_what_cannot_be_asked(asked):
     with pytest.raises(shardfn.ShardingError) as error:
         shardfn.fully_shard(train_step, cpus(), compiler_options=asked)
