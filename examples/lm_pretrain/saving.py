@@ -1,10 +1,11 @@
 """Checkpoints of a run: state, place in the data, and what text it was.
 
-A checkpoint that cannot be read is set aside, with a message, for an older one; a run
-that has checkpoints never starts from the beginning by itself.
+A checkpoint whose files are bad is set aside, with a message, for an older one; a run
+that has checkpoints, set aside or not, never starts from the beginning by itself.
 """
 
 import json
+import re
 import shutil
 import zlib
 from collections.abc import Mapping
@@ -27,6 +28,14 @@ SAME = ("--model", "--optimizer", "--data", "--batch-size", "--seed")
 MAY_CHANGE = ("--run-dir", "--preset", "--coordinator", "--process-id")
 """What says nothing about the run."""
 EFFECT = {"--steps": ": the learning rate now falls until that step"}
+ASIDE = "unreadable"
+"""The folder of the checkpoints that were set aside."""
+OF_FILES = ("CheckpointError", "EOFError", "FileNotFoundError", "JSONDecodeError")
+OF_FILES += ("KeyError", "TypeError", "UnicodeDecodeError", "ValueError")
+"""What is raised for files that are missing, cut off, or not what was written."""
+OF_MACHINE = ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "UNAUTHENTICATED")
+OF_MACHINE += ("UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "CANCELLED", "UNKNOWN")
+"""What a ValueError of TensorStore names that another attempt may not meet."""
 
 
 class SaveError(RuntimeError):
@@ -95,21 +104,25 @@ class Saves:
         for number in reversed(numbers):
             try:
                 extra = self.checkpoints.extra(number)
+                text, position = extra["text"], extra["position"]
                 state = self.checkpoints.restore(self.abstract_state, number)
             except Exception as error:  # a file of it may be cut off or missing
+                if not is_of_files(error):
+                    raise SaveError(
+                        f"checkpoint {number} in {self.folder} was not read: "
+                        f"{shorten(error)}\nThat need not be for its files, which are "
+                        "where they were. Start again with --run-dir "
+                        f"{self.folder.parent}, to go on from it."
+                    ) from error
                 self.set_aside(number, error)
                 continue
-            if extra["text"] != self.fingerprint:
+            if text != self.fingerprint:
                 raise ConfigError(
                     f"the text is not what it was at checkpoint {number} in "
                     f"{self.folder}. Bring it back, or give another --run-dir."
                 )
-            return Resumed(state, number, extra["position"])
-        if numbers:
-            raise SaveError(
-                f"none of the checkpoints {numbers} in {self.folder} can be read. They "
-                "were moved to 'unreadable' there; give another --run-dir."
-            )
+            return Resumed(state, number, position)
+        refuse_anew(self.folder.parent)
         return None
 
     def set_aside(self, number: int, error: Exception) -> None:
@@ -120,7 +133,7 @@ class Saves:
                 f"used: {shorten(error)}",
                 flush=True,
             )
-            place = self.folder.parent / "unreadable" / str(number)
+            place = self.folder.parent / ASIDE / str(number)
             shutil.rmtree(place, ignore_errors=True)
             place.parent.mkdir(exist_ok=True)
             shutil.move(self.folder / str(number), place)
@@ -145,6 +158,25 @@ def read_last(run: Path, step: shardfn.ShardedStep, like: Any) -> tuple[int, Any
             ) from error
 
 
+def is_of_files(error: Exception) -> bool:
+    """Whether an error, of this process or told by another one, means that a file is
+    bad, and not that there is no memory, permission or network."""
+    told = re.search(r"cannot read its part of [^\n]*:\n +(\w+): ", str(error))
+    name = told[1] if told else type(error).__name__
+    return name in OF_FILES and not any(word in str(error) for word in OF_MACHINE)
+
+
+def refuse_anew(run: Path) -> None:
+    """Raises SaveError if all that a run has saved was set aside."""
+    aside, folder = run / ASIDE, run / "checkpoints"
+    moved = complete(aside) if aside.is_dir() else []
+    if moved and not (folder.is_dir() and complete(folder)):
+        raise SaveError(
+            f"none of the checkpoints {moved} in {folder} can be read. They were moved "
+            f"to {aside}: bring one back that can, or give another --run-dir."
+        )
+
+
 def shorten(error: Exception) -> str:
     """The first line of an error, and the end of it, where the reason often stands."""
     line = next((x for x in str(error).splitlines() if x.strip()), "")
@@ -167,7 +199,9 @@ def write_whole(path: Path, text: str) -> None:
 
 def check_same(config: Config, folder: Path) -> list[str]:
     """Returns a line for each choice that a run in `folder` was not started with;
-    raises ConfigError where it has to go on with the old one."""
+    raises ConfigError where it has to go on with the old one, and SaveError where it
+    would start anew."""
+    refuse_anew(folder)
     path = folder / "config.json"
     if not path.exists() or not any(folder.glob("checkpoints/*/")):
         return []

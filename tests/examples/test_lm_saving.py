@@ -14,15 +14,19 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from config import Config, ConfigError
 from metrics import Metrics
-from saving import SaveError, complete
+from saving import SaveError, check_same, complete, is_of_files
 from train import main
+
+from shardfn.checkpoint import CheckpointError, Checkpoints
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "lm_pretrain" / "train.py"
+KEPT = ("config.json", "metrics.jsonl")
 KILLS = int(os.environ.get("KILLS", "2"))
 
 pytestmark = pytest.mark.standard_promotion
@@ -109,9 +113,22 @@ def test_a_run_that_was_stopped_has_the_losses_of_one_that_was_not(
     assert "the run is complete: it has taken 6 steps, of 6. Give more" in printed
 
 
-def test_an_older_checkpoint_is_used_if_one_is_cut_off(saving, capsys):
-    main(dataclasses.replace(saving, steps=4, save_every=1))
+def test_an_older_checkpoint_is_used_if_one_is_cut_off(saving, monkeypatch, capsys):
+    begun = dataclasses.replace(saving, steps=4, save_every=1)
+    main(begun)
     folder = Path(saving.run_dir) / "checkpoints"
+
+    def restore(*_) -> None:
+        raise MemoryError("a machine that is too small")
+
+    with monkeypatch.context() as patch, pytest.raises(SaveError) as caught:
+        patch.setattr(Checkpoints, "restore", restore)
+        main(begun)
+    assert str(caught.value) == (
+        f"checkpoint 4 in {folder} was not read: MemoryError: a machine that is too "
+        "small\nThat need not be for its files, which are where they were. Start again "
+        f"with --run-dir {saving.run_dir}, to go on from it."
+    )
     assert saved(saving) == [2, 3, 4]
     break_checkpoint(folder / "4")
     capsys.readouterr()
@@ -128,12 +145,45 @@ def test_an_older_checkpoint_is_used_if_one_is_cut_off(saving, capsys):
     assert len(report.losses) == 2
     for number in saved(saving):
         break_checkpoint(folder / str(number))
-    with pytest.raises(SaveError) as caught:
-        main(dataclasses.replace(saving, steps=5))
-    assert str(caught.value) == (
-        f"none of the checkpoints [3, 4, 5] in {folder} can be read. They were moved "
-        "to 'unreadable' there; give another --run-dir."
-    )
+    kept = {name: (folder.parent / name).read_text() for name in KEPT}
+    for steps in (5, 6):  # and again, as by a loop that starts it until it ends well
+        with pytest.raises(SaveError) as caught:
+            main(dataclasses.replace(saving, steps=steps))
+        assert str(caught.value) == (
+            f"none of the checkpoints [3, 4, 5] in {folder} can be read. They were "
+            f"moved to {folder.parent}/unreadable: bring one back that can, or give "
+            "another --run-dir."
+        )
+        assert kept == {name: (folder.parent / name).read_text() for name in KEPT}
+    (folder / "7.orbax-checkpoint-tmp").mkdir()  # as of a save that was killed
+    with pytest.raises(SaveError, match="none of the checkpoints"):
+        check_same(saving, folder.parent)
+
+
+@pytest.mark.parametrize(
+    "error, of_files",
+    [
+        (FileNotFoundError("no such file"), True),
+        (ValueError("DATA_LOSS: Error reading local file"), True),
+        (
+            CheckpointError("process 1 cannot read its part of x:\n    ValueError: y"),
+            True,
+        ),
+        (json.JSONDecodeError("Expecting value", "", 0), True),
+        (MemoryError(), False),
+        (PermissionError(13, "Permission denied"), False),
+        (OSError(5, "Input/output error"), False),
+        (ValueError("RESOURCE_EXHAUSTED: Too many open files"), False),
+        (
+            CheckpointError("process 1 cannot read its part of x:\n    OSError: y"),
+            False,
+        ),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"), False),
+    ],
+    ids=repr,
+)
+def test_only_bad_files_set_a_checkpoint_aside(error, of_files):
+    assert is_of_files(error) == of_files
 
 
 def test_a_run_goes_on_with_the_choices_and_the_text_that_it_began_with(saving, text):
