@@ -14,6 +14,25 @@ import numpy as np
 from shardfn import _compat
 from shardfn._padding import logical_shape
 
+SCALARS = (bool, int, float, complex)
+"""Python types that JAX takes for scalars."""
+
+
+def types_of(batch: Sequence[Any]) -> tuple[Any, ...] | None:
+    """The types that JAX takes the leaves of a batch for, or None if one has none that
+    can be told at once."""
+    found: list[Any] = []
+    for x in batch:
+        if type(x) in _compat.CONCRETE_ARRAYS:
+            found.append((x.shape, x.dtype))
+        elif isinstance(x, np.ndarray | np.generic):
+            found.append((x.shape, jax.dtypes.canonicalize_dtype(x.dtype)))
+        elif type(x) in SCALARS:
+            found.append(type(x))
+        else:
+            return None
+    return tuple(found)
+
 
 @dataclass(frozen=True, slots=True)
 class Ready:
@@ -22,38 +41,36 @@ class Ready:
     Attributes:
       run: the jitted step.
       shapes: stored shapes of the state's leaves.
+      logical: their logical shapes.
       shardings: their shardings.
-      padded: `(position, logical shape)` of leaves stored in another shape.
-      batch_types: shapes and dtypes of the batch's leaves.
-      batch_shardings: where they belong; None for scalars, which stay where they are.
+      padded: positions and logical shapes of the leaves that are to carry them.
+      batch_shardings: where the batch's leaves belong; None for scalars, which stay
+        where they are.
     """
 
     run: Any
     shapes: tuple[tuple[int, ...], ...]
+    logical: tuple[tuple[int, ...], ...]
     shardings: tuple[Any, ...]
     padded: tuple[tuple[int, tuple[int, ...]], ...]
-    batch_types: tuple[tuple[tuple[int, ...], Any], ...]
     batch_shardings: tuple[Any, ...]
 
     def takes(self, state: Sequence[Any]) -> bool:
         """Whether the state's leaves are stored as the step wants them, and alive."""
         arrays = _compat.CONCRETE_ARRAYS
-        for x, shape, sharding in zip(state, self.shapes, self.shardings, strict=True):
+        for x, shape, logical, sharding in zip(
+            state, self.shapes, self.logical, self.shardings, strict=True
+        ):
             if type(x) not in arrays or x.shape != shape or x.is_deleted():
                 return False
-            if x.sharding != sharding:
+            if x.sharding != sharding or (logical_shape(x) or shape) != logical:
                 return False
-        return all(logical_shape(state[i]) == shape for i, shape in self.padded)
+        return True
 
-    def place(self, batch: Sequence[Any]) -> list[Any] | None:
-        """The batch's leaves on the mesh, or None if their types are others."""
+    def place(self, batch: Sequence[Any]) -> list[Any]:
+        """The batch's leaves, of the types of that call, on the mesh."""
         placed = []
-        accepted = (*_compat.CONCRETE_ARRAYS, np.ndarray)
-        for x, known, sharding in zip(
-            batch, self.batch_types, self.batch_shardings, strict=True
-        ):
-            if type(x) not in accepted or (x.shape, x.dtype) != known:
-                return None
+        for x, sharding in zip(batch, self.batch_shardings, strict=True):
             if sharding is None or getattr(x, "sharding", None) == sharding:
                 placed.append(x)
             else:

@@ -3,8 +3,9 @@
 In: the plain step and how its state is stored. Out: a callable like the step.
 """
 
+import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,7 +14,6 @@ import numpy
 from jax.sharding import Mesh
 
 from shardfn import _compat, _processes, targets
-from shardfn._arguments import Leaf
 from shardfn._auto import made_by
 from shardfn._compile_for import report_on
 from shardfn._errors import (
@@ -29,7 +29,7 @@ from shardfn._plain_step import PlainStep
 from shardfn._plan import Plan
 from shardfn._planner import Planned, describe
 from shardfn._programs import Programs
-from shardfn._ready import Ready
+from shardfn._ready import Ready, types_of
 from shardfn._report import Report
 from shardfn._storage import Storage
 from shardfn._trace import leaked_tracer
@@ -50,7 +50,7 @@ class ShardedStep:
     programs: Programs
     verify: str = "off"
     _ready: dict[Any, Ready] = field(default_factory=dict, repr=False)
-    _verified: set[Any] = field(default_factory=set, repr=False)
+    _checked: set[Any] = field(default_factory=set, repr=False)
 
     def __repr__(self) -> str:
         sizes = zip(self.storage.axes.names, self.storage.axes.sizes, strict=True)
@@ -101,12 +101,16 @@ class ShardedStep:
         states, batch = self.plain.divide(args, named)
         stored, state_tree = jax.tree.flatten(states)
         flat_batch, batch_tree = jax.tree.flatten(batch)
-        key = state_tree, batch_tree, self.storage.home
-        ready = None if _compat.is_tracing() else self._ready.get(key)
-        placed = ready.place(flat_batch) if ready and ready.takes(stored) else None
-        if placed is None:
+        key = self._key(state_tree, batch_tree, flat_batch)
+        ready = None if key is None else self._ready.get(key)
+        if ready is not None and ready.takes(stored):
+            placed = ready.place(flat_batch)
+        else:
             ready, stored, placed = self._prepare(states, batch)
-        assert ready is not None
+            if key is not None:
+                self._ready[key] = ready
+        if self.programs.donate:
+            stored = _apart(stored, placed)
         try:
             out = ready.run(stored, jax.tree.unflatten(batch_tree, placed))
         except jax.errors.UnexpectedTracerError as error:
@@ -354,37 +358,44 @@ class ShardedStep:
         ready = Ready(
             run=self.programs.jitted(leaves, treedef),
             shapes=shapes,
+            logical=tuple(leaf.aval.shape for leaf in leaves),
             shardings=tuple(storage.named(x, s) for x, s in storage.each(leaves)),
             padded=storage.to_remember(shapes, leaves, treedef),
-            batch_types=tuple((x.aval.shape, x.aval.dtype) for x in batch_leaves),
             batch_shardings=tuple(
                 storage.named(leaf, s) if leaf.aval.shape else None
                 for leaf, s in zip(batch_leaves, split, strict=True)
             ),
         )
-        if self.verify != "off" and not any(map(_compat.is_traced, (*stored, *placed))):
-            key = treedef, batch_tree, shapes, ready.batch_types
-            if key not in self._verified:
-                batch = jax.tree.unflatten(batch_tree, placed)
-                planned = self.programs.planned(leaves, treedef, batch)
-                self._check_compiled(ready.run.lower(stored, batch), planned)
-                self._verified.add(key)
-        if _processes.count() > 1:
-            self._check_processes(leaves, treedef, batch)
-            if not any(map(_compat.is_traced, (*stored, *placed))):
-                ready.run.lower(
-                    stored, jax.tree.unflatten(batch_tree, placed)
-                ).compile()
-                _processes.meet("compiled the step")
-        if not _compat.is_tracing():
-            self._ready[treedef, batch_tree, storage.home] = ready
+        kinds = tuple((x.aval, x.auto) for x in (*leaves, *batch_leaves))
+        program = treedef, batch_tree, kinds, storage.home, _compat.configuration()
+        if program not in self._checked:
+            is_real = not any(map(_compat.is_traced, (*stored, *placed)))
+            given = jax.tree.unflatten(batch_tree, placed)
+            planned = functools.partial(self.programs.planned, leaves, treedef, given)
+            lowered = functools.partial(ready.run.lower, stored, given)
+            if self.verify != "off" and is_real:
+                self._check_compiled(lowered(), planned())
+            if _processes.count() > 1:
+                self._check_processes(planned())
+                if is_real:
+                    lowered().compile()
+                    _processes.meet("compiled the step")
+            if is_real:
+                self._checked.add(program)
         return ready, stored, placed
 
-    def _check_processes(
-        self, leaves: tuple[Leaf, ...], treedef: Any, batch: tuple[Any, ...]
-    ) -> None:
+    def _key(self, state_tree: Any, batch_tree: Any, batch: Sequence[Any]) -> Any:
+        """What calls have in common that run the same compiled step, but the types of
+        the state; None if that cannot be told at once."""
+        types = None if _compat.is_tracing() else types_of(batch)
+        if types is None:
+            return None
+        settings = None if self.verify == "off" else _compat.configuration()
+        return state_tree, batch_tree, types, self.storage.home, settings
+
+    def _check_processes(self, planned: Planned) -> None:
         """Raises if another process is about to run another plan."""
-        plan = describe(self.programs.planned(leaves, treedef, batch))
+        plan = describe(planned)
         _processes.assert_same("plans", f"{plan}\nprogram {plan.program}")
 
     def _check_compiled(self, lowered: jax.stages.Lowered, planned: Planned) -> None:
@@ -401,3 +412,16 @@ class ShardedStep:
         if self.verify == "error":
             raise ShardingError(f"{message}verify='warn' warns, and runs it as it is.")
         warnings.warn(f"{message}It runs as it is.", VerificationWarning, stacklevel=2)
+
+
+def _apart(stored: list[Any], batch: list[Any]) -> list[Any]:
+    """The stored leaves, where none is also another one or in the batch: donated twice,
+    or donated and read, a buffer ends the process."""
+    if len(set(map(id, (*stored, *batch)))) == len(stored) + len(batch):
+        return stored
+    seen, apart = set(map(id, batch)), []
+    for x in stored:
+        is_again = id(x) in seen and not _compat.is_traced(x)
+        seen.add(id(x))
+        apart.append(jax.numpy.copy(x) if is_again else x)
+    return apart

@@ -40,9 +40,10 @@ class Storage:
     `mesh` is the caller's mesh, `given`, with all axes automatic: inside, the step is
     manual over its own axes and XLA's over all others.
 
-    `kinds` remembers the states it has seen, by structure and stored shapes: a padded
+    `kinds` remembers the states it has stored, by structure and stored shapes: a padded
     state that went through `jax.tree.map` is still recognised, and so are the automatic
-    axes of a state whose types do not name them.
+    axes of a state whose types do not name them. An array that somebody else put on the
+    mesh, in the shape and sharding of such a padded one, is taken for one too.
     """
 
     mesh: Mesh
@@ -124,23 +125,13 @@ class Storage:
                 )
             leaves = list(map(_with_shape, leaves, one))
         leaves = _split_as_known(arrays, leaves, known)
-        return self._note_kind(leaves, treedef), treedef
-
-    def _note_kind(self, leaves: Sequence[Leaf], treedef: Any) -> tuple[Leaf, ...]:
-        """Gives moments their parameters' automatic axes, and notes the leaves."""
         autos = with_moments(
             [leaf.path for leaf in leaves],
             [leaf.aval.shape for leaf in leaves],
             [leaf.auto for leaf in leaves],
         )
-        leaves = [replace(x, auto=a) for x, a in zip(leaves, autos, strict=True)]
-        stored = tuple(self.stored_aval(leaf, s).shape for leaf, s in self.each(leaves))
-        kinds = self.kinds.setdefault((treedef, stored), [])
-        kind = _shapes(leaves), tuple(autos)
-        if kind in kinds:
-            kinds.remove(kind)
-        kinds.append(kind)
-        return tuple(leaves)
+        split = [replace(x, auto=a) for x, a in zip(leaves, autos, strict=True)]
+        return tuple(split), treedef
 
     def _all_told(
         self, leaves: list[Leaf], raw: Shapes, known: Sequence[Kind]
@@ -250,8 +241,13 @@ class Storage:
     def remember(
         self, arrays: Sequence[jax.Array], leaves: Sequence[Leaf], treedef: Any
     ) -> None:
-        """Notes the logical shapes of stored arrays."""
+        """Notes a state that is stored, and the logical shapes of its arrays."""
         shapes = tuple(x.shape for x in arrays)
+        kinds = self.kinds.setdefault((treedef, shapes), [])
+        kind = _shapes(leaves), tuple(leaf.auto for leaf in leaves)
+        if kind in kinds:
+            kinds.remove(kind)
+        kinds.append(kind)
         for i, shape in self.to_remember(shapes, leaves, treedef):
             if not _compat.is_traced(arrays[i]):
                 remember(arrays[i], shape)

@@ -287,7 +287,7 @@ def test_over_a_whole_torus_sparse_cores_do_not_all_reduce() -> None:
 
 
 def arrays() -> tuple[jax.Array, jax.Array]:
-    return jnp.full(STACK, 0.01), jnp.ones(BATCH)
+    return jnp.full(STACK, 0.01, jnp.float32), jnp.ones(BATCH)
 
 
 def compilations() -> list[str]:

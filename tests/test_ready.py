@@ -1,0 +1,115 @@
+"""In: calls that follow others. Out: the short way for those that run the same program,
+and never for those that only look like it.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from plan_helpers import cpu_mesh
+
+import shardfn
+from shardfn._sharded_step import ShardedStep
+
+X = np.ones((16, 4), np.float32)
+
+
+def mean(state, x):
+    return state, jnp.sum(state) / state.size + 0 * jnp.sum(x)
+
+
+@pytest.fixture
+def long_way(monkeypatch) -> list[str]:
+    """Grows with every call that does not take the short way."""
+    calls, prepare = [], ShardedStep._prepare
+
+    def count(self, states, batch):
+        calls.append("call")
+        return prepare(self, states, batch)
+
+    monkeypatch.setattr(ShardedStep, "_prepare", count)
+    return calls
+
+
+@pytest.mark.parametrize("sizes", [(1008, 1001), (1001, 1008)])
+def test_states_that_are_stored_in_the_same_shape_are_told_apart(sizes) -> None:
+    step = shardfn.fully_shard(mean, cpu_mesh(8), min_size=0)
+    for size in (*sizes, *sizes):
+        state = step.init(lambda n=size: jnp.arange(n, dtype=jnp.float32))
+        for _ in range(2):
+            state, got = step(state, X)
+            assert got == pytest.approx((size - 1) / 2)
+        assert step.unshard(state).shape == (size,)
+
+
+def test_a_plan_of_another_state_changes_nothing() -> None:
+    step = shardfn.fully_shard(mean, cpu_mesh(8), min_size=0)
+    state, _ = step(step.init(lambda: jnp.ones(1008)), X)
+    other = jax.ShapeDtypeStruct((1001,), jnp.float32)
+    for query in (step.plan, step.lower):
+        query(other, X)
+    step.shardings(other)
+    assert step.unshard(state).shape == (1008,)
+    mine = jax.device_put(jnp.ones(1008), NamedSharding(step.mesh, P("data")))
+    assert step.unshard(mine).shape == (1008,)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_leaves_that_are_one_array_are_not_donated_twice(keep: bool) -> None:
+    """As when an average starts as the parameters; XLA would end the process."""
+
+    def average(state, x):
+        w = state["w"] + jnp.sum(x)
+        return {"w": w, "ema": 0.5 * state["ema"] + 0.5 * w}, ()
+
+    step = shardfn.fully_shard(average, cpu_mesh(8), min_size=0)
+    w = step.init(lambda: {"w": jnp.ones(64), "ema": jnp.zeros(64)})["w"]
+    state = {"w": w, "ema": w}
+    batch = w if keep else jnp.ones(64)  # read, and donated
+    for _ in range(2):
+        state, _ = step(state, batch)
+        batch = jnp.ones(64)
+    assert step.unshard(state)["w"][0] == 129 and step.unshard(state)["ema"][0] == 81
+
+
+@pytest.mark.standard_promotion
+def test_other_batches_take_the_short_way_the_second_time(long_way) -> None:
+    def scale(state, x, rate):
+        return state * rate, jnp.sum(x)
+
+    step = shardfn.fully_shard(scale, cpu_mesh(8), min_size=0)
+    state = step.init(lambda: jnp.ones(64))
+    kinds = [
+        (X.astype(np.int64), 2.0),
+        (X.astype(np.float64), np.float32(0.5)),
+        (np.ones((8, 4), np.float32), 1),
+        (jnp.asarray(X), jnp.float32(1)),  # JAX takes the second for the same
+    ]
+    for repeat in range(3):
+        for x, rate in kinds:
+            state, got = step(state, x, rate)
+            assert got == x.size
+        assert len(long_way) == 3, f"in round {repeat}"
+    assert step.unshard(state)[0] == 1
+
+
+def test_every_program_is_verified(monkeypatch) -> None:
+    checks = []
+    monkeypatch.setattr(ShardedStep, "_check_compiled", lambda *_: checks.append("one"))
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+    def step(state, x):
+        return state, jnp.sum(x @ state)
+
+    sharded = shardfn.fully_shard(step, mesh, min_size=0, verify="error")
+    weight = jnp.ones((4, 8))
+    split = jax.device_put(weight, NamedSharding(mesh, P(None, "model")))
+    counts = []
+    for given in (weight, weight, split, split):
+        sharded(sharded.shard(given), X)
+        counts.append(len(checks))
+    with jax.default_matmul_precision("float32"):
+        sharded(sharded.shard(weight), X)
+    assert [*counts, len(checks)] == [1, 1, 2, 2, 3]
