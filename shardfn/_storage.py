@@ -266,6 +266,11 @@ class Storage:
     def whole_on(self, process: int, states: tuple[Any, ...]) -> Any:
         """Stored states with every leaf whole on a device of one process, None on
         others. Leaf by leaf, every device holds one whole leaf for a moment."""
+        if process not in range(_processes.count()):
+            raise ShardingError(
+                f"there is no process {process!r} to put the state together on.\n"
+                f"{called()}Pass one of 0 to {_processes.count() - 1}."
+            )
         leaves, treedef = self.leaves(states)
         everywhere = functools.cache(
             lambda mesh: jax.jit(
@@ -279,7 +284,9 @@ class Storage:
             own = everywhere(x.sharding.mesh)(x).addressable_data(0)
             if _processes.index() == process:
                 arrays.append(to_whole(own, leaf.aval.shape, sharding))
-        return jax.tree.unflatten(treedef, arrays) if arrays else None
+        if _processes.index() != process:
+            return None
+        return jax.tree.unflatten(treedef, arrays)
 
     def whole(self, states: tuple[Any, ...]) -> Any:
         """Stored states with every leaf whole on the first device of the mesh."""

@@ -499,3 +499,16 @@ def test_the_step_may_have_any_name(mesh, state) -> None:
     partial = shardfn.fully_shard(functools.partial(update), mesh, **OPTIONS)
     refuse(lambda: step(state, make_batch()), "update returns no", what="update")
     refuse(lambda: partial(state, make_batch()), "update returns no", what="update")
+
+
+def test_no_such_process_to_unshard_on(mesh) -> None:
+    step = shardfn.fully_shard(lambda w, x: (w, ()), mesh)
+    state = step.shard(jnp.ones(64))
+    assert step.unshard(state, process=0).shape == (64,)
+    for process in (1, -1, "0"):
+        with pytest.raises(shardfn.ShardingError) as error:
+            step.unshard(state, process=process)
+        first, place, _ = str(error.value).split("\n")
+        assert first == f"there is no process {process!r} to put the state together on."
+        assert "was called at test_bad_input.py:" in place
+        assert str(error.value).endswith("Pass one of 0 to 0.")
