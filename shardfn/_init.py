@@ -38,8 +38,10 @@ def make_leaves(
     if any(map(_compat.is_traced, jax.tree.leaves(args))) or _compat.is_tracing():
         return jax.jit(make, out_shardings=list(shardings))(*args)
     made: dict[int, jax.Array] = {}
+    # One program makes leaves on the same devices.
+    group = _processes.of(shardings[0].device_set if shardings else ())
     for chosen, program in programs(make, shardings, sizes, args):
-        _processes.meet("compiled what makes the state")
+        _processes.meet("compiled what makes the state", group)
         made.update(zip(chosen, program(*args), strict=True))
         if len(made) < len(shardings):
             jax.block_until_ready(list(made.values()))

@@ -141,18 +141,25 @@ def read(
 
 
 def manager_options(
-    options: ocp.CheckpointManagerOptions | None, directory: epath.Path
+    options: ocp.CheckpointManagerOptions | None,
+    directory: epath.Path,
+    group: Sequence[int] | None = None,
 ) -> ocp.CheckpointManagerOptions:
-    """Options with which processes wait for each other on their hosts. Orbax does it by
-    a collective else, which gloo, on CPU devices, ends after 30 seconds: one process
-    may write or delete for longer than that."""
+    """Options with which the processes of a mesh wait for each other on their hosts.
+    Orbax does it by a collective of all else, which gloo, on CPU devices, ends after 30
+    seconds: one process may write or delete for longer than that."""
     options = options or ocp.CheckpointManagerOptions()
-    everyone, several = _processes.everyone(), options.multiprocessing_options
-    if everyone is None or several.active_processes is not None:
+    numbers, several = _processes.checkpointing(group), options.multiprocessing_options
+    if not numbers or several.active_processes is not None:
         return options
     if options.create:  # Orbax does not, for processes that it is told of
-        if _processes.index() == 0:
+        if _processes.index() == numbers[0]:
             directory.mkdir(parents=True, exist_ok=True)
-        _processes.meet("opened the directory of checkpoints")
-    several = dataclasses.replace(several, active_processes=everyone)
+        _processes.meet("opened the directory of checkpoints", numbers)
+    first = several.primary_host
+    if first is not None and first not in numbers:
+        first = numbers[0]
+    several = dataclasses.replace(
+        several, active_processes=set(numbers), primary_host=first
+    )
     return dataclasses.replace(options, create=False, multiprocessing_options=several)

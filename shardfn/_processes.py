@@ -7,7 +7,8 @@ know to place and write its own part. No plan depends on it (see tests/test_laws
 import difflib
 import hashlib
 import itertools
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -18,9 +19,8 @@ from shardfn._errors import ShardingError, called
 WAIT_SECONDS = 600
 """How long one process waits for another to plan the step that it plans itself."""
 
-_compared = itertools.count()
-_met = itertools.count()
-_tried = itertools.count()
+_often: Counter[str] = Counter()
+"""How often each group of processes has done each of what it does together."""
 
 
 def index() -> int:
@@ -44,9 +44,14 @@ def reachable(devices: Sequence[Any]) -> Any:
     return next(own, devices[0])
 
 
+def of(devices: Iterable[Any]) -> tuple[int, ...]:
+    """The numbers of the processes that some devices, such as a mesh's, belong to."""
+    return tuple(sorted({device.process_index for device in devices}))
+
+
 def span(devices: Sequence[Any]) -> int:
     """How many processes some devices belong to."""
-    return len({device.process_index for device in devices})
+    return len(of(devices))
 
 
 def own_directory() -> dict[str, Any]:
@@ -55,32 +60,51 @@ def own_directory() -> dict[str, Any]:
     return {"process_index": index()}
 
 
-def everyone() -> set[int] | None:
-    """The numbers of all processes, if they can wait for each other on their hosts."""
+def checkpointing(group: Sequence[int] | None = None) -> tuple[int, ...]:
+    """The processes that write checkpoints together, as Orbax has to be told; none if
+    there is one only, or if they cannot wait for each other on their hosts.
+
+    Args:
+      group: numbers of processes; all without it.
+    """
     if count() == 1 or _compat.distributed_client() is None:
-        return None
-    return set(range(count()))
+        return ()
+    return tuple(range(count())) if group is None else tuple(group)
 
 
-def assert_same(what: str, text: str) -> None:
-    """Compares what every process should have the same; all have to call it.
+def together(group: Sequence[int] | None = None) -> tuple[int, ...]:
+    """The processes that this one waits for, itself among them; none if it is alone, or
+    if they cannot wait for each other on their hosts.
+
+    Args:
+      group: numbers of processes; all without it.
+    """
+    numbers = tuple(range(count())) if group is None else tuple(group)
+    alone = len(numbers) < 2 or index() not in numbers
+    return () if alone or _compat.distributed_client() is None else numbers
+
+
+def assert_same(what: str, text: str, group: Sequence[int] | None = None) -> None:
+    """Compares what processes should have the same; all of them have to call it.
 
     Args:
       what: what is compared, for the message.
       text: this process's.
+      group: numbers of the processes, as `of` gives them; all without it.
 
     Raises:
-      ShardingError: process 0 has another text, or this is process 0 and another
-        process has; it shows the lines that differ.
+      ShardingError: the first of them has another text, or this is the first and
+        another process has; it shows the lines that differ.
     """
-    client = _compat.distributed_client()
-    if count() == 1 or client is None:
+    client, numbers = _compat.distributed_client(), together(group)
+    if not numbers:
         return
-    key = f"shardfn/{next(_compared)}"
+    key = _next_key("same", numbers)
     digest = hashlib.sha256(text.encode()).hexdigest()
     client.key_value_set(f"{key}/text/{index()}", text)
     client.key_value_set(f"{key}/digest/{index()}", digest)
-    for other in range(1, count()) if index() == 0 else (0,):
+    first, *others = numbers
+    for other in others if index() == first else (first,):
         if _theirs(client, f"{key}/digest/{other}", other, what) == digest:
             continue
         theirs = _theirs(client, f"{key}/text/{other}", other, what)
@@ -101,21 +125,24 @@ def assert_same(what: str, text: str) -> None:
         )
 
 
-def meet(done: str) -> None:
-    """Waits for all processes, all of which have to call it. Some collectives wait for
-    30 seconds only, and one process may compile for longer than another.
+def meet(done: str, group: Sequence[int] | None = None) -> None:
+    """Waits for other processes, all of which have to call it. Some collectives wait
+    for 30 seconds only, and one process may compile for longer than another.
 
     Args:
       done: what this process has done, for the message.
+      group: numbers of the processes, as `of` gives them; all without it.
 
     Raises:
       ShardingError: not all have come in `WAIT_SECONDS`.
     """
-    client = _compat.distributed_client()
-    if count() == 1 or client is None:
+    client, numbers = _compat.distributed_client(), together(group)
+    if not numbers:
         return
     try:
-        client.wait_at_barrier(f"shardfn/met/{next(_met)}", WAIT_SECONDS * 1000)
+        client.wait_at_barrier(
+            _next_key("met", numbers), WAIT_SECONDS * 1000, list(numbers)
+        )
     except Exception as error:
         raise ShardingError(
             f"process {index()} has {done}, and another one has not in {WAIT_SECONDS} "
@@ -125,11 +152,14 @@ def meet(done: str) -> None:
         ) from error
 
 
-def failed_elsewhere(own: str | None) -> tuple[int, str] | None:
-    """Tells all processes whether this one has failed; all have to call it.
+def failed_elsewhere(
+    own: str | None, group: Sequence[int] | None = None
+) -> tuple[int, str] | None:
+    """Tells other processes whether this one has failed; all have to call it.
 
     Args:
       own: what went wrong here, or None.
+      group: numbers of the processes, as `of` gives them; all without it.
 
     Returns:
       The number of the first process that has failed, and what went wrong there.
@@ -137,16 +167,23 @@ def failed_elsewhere(own: str | None) -> tuple[int, str] | None:
     Raises:
       ShardingError: another one does not come in `WAIT_SECONDS`.
     """
-    client = _compat.distributed_client()
-    if count() == 1 or client is None:
+    client, numbers = _compat.distributed_client(), together(group)
+    if not numbers:
         return None
-    key = f"shardfn/tried/{next(_tried)}"
+    key = _next_key("tried", numbers)
     client.key_value_set(f"{key}/{index()}", "well" if own is None else f"not: {own}")
-    for process in range(count()):
+    for process in numbers:
         text = _theirs(client, f"{key}/{process}", process, "attempt")
         if text != "well":
             return process, text.removeprefix("not: ")
     return None
+
+
+def _next_key(what: str, numbers: Sequence[int]) -> str:
+    """The same in all processes of a group, however often others have met."""
+    key = f"shardfn/{what}/{'-'.join(map(str, numbers))}"
+    _often[key] += 1
+    return f"{key}/{_often[key]}"
 
 
 def _theirs(client: Any, key: str, other: int, what: str) -> str:

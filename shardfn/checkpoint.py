@@ -92,12 +92,14 @@ class Checkpoints:
                 "Pass an absolute path, such as os.path.abspath(...): every process "
                 "has to find the same directory."
             )
+        on = None if step is None else step.mesh.devices.flat
+        self._group = None if on is None else _processes.of(on)
         self._failures: list[Exception] = []
         watched = handler()
         _watched.watch(watched, self._failures)
         self._manager = ocp.CheckpointManager(
             self.directory,
-            options=manager_options(options, self.directory),
+            options=manager_options(options, self.directory, self._group),
             item_handlers={ITEM: watched},
         )
 
@@ -195,7 +197,7 @@ class Checkpoints:
         number = self._found(number)
         leaves, treedef, targets = self._targets(like)
         name = f"checkpoint {number} in {self.directory}"
-        with _in_all_processes(name):
+        with _in_all_processes(name, self._group):
             _check_fit(leaves, self._saved(number), name)
             where = self.directory / str(number) / ITEM
             found = read(where, leaves, targets, treedef)[::-1]
@@ -306,14 +308,14 @@ def _check_names(leaves: Sequence[Leaf]) -> None:
 
 
 @contextlib.contextmanager
-def _in_all_processes(name: str) -> Iterator[None]:
+def _in_all_processes(name: str, group: Sequence[int] | None) -> Iterator[None]:
     """What one process cannot read, all do not: they go on together, or not at all."""
     try:
         yield
     except Exception as error:
-        _processes.failed_elsewhere(f"{type(error).__name__}: {error}")
+        _processes.failed_elsewhere(f"{type(error).__name__}: {error}", group)
         raise
-    if found := _processes.failed_elsewhere(None):
+    if found := _processes.failed_elsewhere(None, group):
         raise CheckpointError(
             f"process {found[0]} cannot read its part of {name}:\n    {found[1]}\n"
             f"  restore was called at {call_site()}\n"

@@ -20,7 +20,7 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
 import shardfn  # noqa: E402
-from shardfn import checkpoint  # noqa: E402
+from shardfn import _compat, _processes, checkpoint  # noqa: E402
 from shardfn.checkpoint import Checkpoints  # noqa: E402
 from shardfn.export import write_safetensors  # noqa: E402
 
@@ -79,6 +79,22 @@ def train(step: shardfn.ShardedStep) -> dict[str, Any]:
     return {"loss": float(loss), "same": same, "sums": sums, "refusal": refusal}
 
 
+def alone() -> dict[str, Any]:
+    """The last process makes a state and reads one on its own devices, and the others
+    do not."""
+    found: dict[str, Any] = {}
+    if INDEX == COUNT - 1:
+        mesh = jax.sharding.Mesh(jax.local_devices(), ("data",))
+        step = shardfn.fully_shard(train_step, mesh, min_size=8)
+        state = step.init(create, jax.random.key(0))
+        with Checkpoints(DIRECTORY, step) as checkpoints:
+            state = checkpoints.restore(state)
+        found["alone"] = float(jnp.abs(step.unshard(state)["flat"]).sum())
+    client = _compat.distributed_client()
+    client.wait_at_barrier("all have come", 60_000)
+    return found
+
+
 def refuse(checkpoints: Checkpoints) -> str:
     """What `restore` raises if the last process alone cannot read."""
 
@@ -102,8 +118,9 @@ def main() -> None:
     is_other = TASK == "differ" and INDEX == 1
     chosen = other_step if is_other else train_step
     step = shardfn.fully_shard(chosen, mesh, min_size=8)
+    _processes.WAIT_SECONDS = 60
     try:
-        found = train(step)
+        found = train(step) | alone()
     except shardfn.ShardingError as error:
         found = {"error": str(error)}
     print(json.dumps(found), flush=True)
