@@ -101,13 +101,15 @@ def assert_same(what: str, text: str, group: Sequence[int] | None = None) -> Non
         return
     key = _next_key("same", numbers)
     digest = hashlib.sha256(text.encode()).hexdigest()
-    client.key_value_set(f"{key}/text/{index()}", text)
-    client.key_value_set(f"{key}/digest/{index()}", digest)
     first, *others = numbers
-    for other in others if index() == first else (first,):
-        if _theirs(client, f"{key}/digest/{other}", other, what) == digest:
+    asked = others if index() == first else [first]
+    for other in asked:
+        _tell(client, f"{key}/digest", other, digest)
+    for other in asked:
+        if _told(client, f"{key}/digest", other, what) == digest:
             continue
-        theirs = _theirs(client, f"{key}/text/{other}", other, what)
+        _tell(client, f"{key}/text", other, text)
+        theirs = _told(client, f"{key}/text", other, what)
         lines = difflib.unified_diff(
             theirs.splitlines(),
             text.splitlines(),
@@ -176,6 +178,10 @@ def failed_elsewhere(
         text = _theirs(client, f"{key}/{process}", process, "attempt")
         if text != "well":
             return process, text.removeprefix("not: ")
+    # All have come this far, so that all have read what was told before.
+    before, _, times = key.rpartition("/")
+    if int(times) > 1:
+        client.key_value_delete(f"{before}/{int(times) - 1}/{index()}")
     return None
 
 
@@ -184,6 +190,17 @@ def _next_key(what: str, numbers: Sequence[int]) -> str:
     key = f"shardfn/{what}/{'-'.join(map(str, numbers))}"
     _often[key] += 1
     return f"{key}/{_often[key]}"
+
+
+def _tell(client: Any, key: str, other: int, text: str) -> None:
+    client.key_value_set(f"{key}/{index()}/{other}", text)
+
+
+def _told(client: Any, key: str, other: int, what: str) -> str:
+    """What another process told this one, which alone reads it: nothing stays."""
+    text = _theirs(client, key := f"{key}/{other}/{index()}", other, what)
+    client.key_value_delete(key)
+    return text
 
 
 def _theirs(client: Any, key: str, other: int, what: str) -> str:

@@ -81,7 +81,7 @@ def train(step: shardfn.ShardedStep) -> dict[str, Any]:
 
 def alone() -> dict[str, Any]:
     """The last process makes a state and reads one on its own devices, and the others
-    do not."""
+    do not; then all find what is left of what they told each other."""
     found: dict[str, Any] = {}
     if INDEX == COUNT - 1:
         mesh = jax.sharding.Mesh(jax.local_devices(), ("data",))
@@ -92,7 +92,8 @@ def alone() -> dict[str, Any]:
         found["alone"] = float(jnp.abs(step.unshard(state)["flat"]).sum())
     client = _compat.distributed_client()
     client.wait_at_barrier("all have come", 60_000)
-    return found
+    left = client.key_value_dir_get("shardfn")
+    return found | {"left": [key for key, _ in left]}
 
 
 def refuse(checkpoints: Checkpoints) -> str:

@@ -74,6 +74,7 @@ def test_they_compute_what_one_device_does(count: int, tmp_path: Path) -> None:
     for process in found:
         assert process["same"], "restored, training goes on with the same bits"
         np.testing.assert_allclose(process["loss"], loss, rtol=1e-5)
+        assert len(process["left"]) == count, "of the last restore only"
     assert found[-1]["alone"] == pytest.approx(float(jnp.abs(first["flat"]).sum()))
     *others, last = (process["refusal"] for process in found)
     assert last == "cut off", "only this one cannot read, and none goes on"
