@@ -18,7 +18,8 @@ TRIALS = 4
 """Ways of rounding that are tried."""
 
 DECIDED = 0.1
-"""A leaf that rounding moves by more is not compared to any use."""
+"""A leaf that rounding moves by more is not compared to any use. Four times as much,
+which a leaf that is compared may differ, is less than the leaf."""
 
 Noise = Mapping[str, float]
 """Relative change by path."""

@@ -7,6 +7,7 @@ names the first step and leaf that differ, and by how much.
 import difflib
 import functools
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
@@ -50,8 +51,9 @@ def assert_parity(
     by its own size, so that the update is -1 or 1 at random; so do optimizers that take
     the gradient's sign. If a leaf differs by more than `tol`, the plain step is run
     from arguments of which every element is rounded another way, and the leaf may
-    differ by four times what that changes. A leaf that rounding decides is thus not
-    compared to any use; if most are, nothing is proved, and the assertion fails.
+    differ by four times what that changes. A leaf that this changes by more than a
+    tenth is decided by rounding, so that passing says little: a warning names it. If a
+    leaf differs and most are decided so, the assertion fails.
 
     Args:
       step: pure function `(state, *batch) -> (state, ...)` for one device.
@@ -69,7 +71,8 @@ def assert_parity(
         models are sharded too.
 
     Returns:
-      None.
+      None. A `UserWarning` names leaves that rounding decides and that differ by more
+      than `tol`; all others, but those of `ignore`, agree.
 
     Raises:
       AssertionError: a result differs, or no leaf of the state is split over the mesh,
@@ -95,19 +98,20 @@ def assert_parity(
     start, stored = state, sharded.shard(state)
     where = f"{getattr(step, '__name__', 'the step')} over {dict(mesh.shape)}"
     _assert_is_split(sharded, stored, where)
+    decided: dict[str, float] = {}
     for k in range(steps):
         state, *expected = plain(state, *batch)
         stored, *got = sharded(stored, *batch)
         at = f"{where}, step {k + 1}"
         by_rounding = functools.partial(noise, plain, start, batch, k + 1)
-        _assert_same(
+        decided |= _assert_same(
             snapshot(_one(expected)),
             snapshot(_one(got)),
             f"{at}, results",
             tol=tol,
             moved=functools.partial(by_rounding, lambda out: _one(list(out[1:]))),
         )
-        _assert_same(
+        decided |= _assert_same(
             snapshot(state),
             snapshot(sharded.unshard(stored)),
             f"{at}, state",
@@ -117,6 +121,8 @@ def assert_parity(
             stored=_how_stored(sharded, stored),
             moved=functools.partial(by_rounding, lambda out: out[0]),
         )
+    if decided:
+        _warn(where, decided)
 
 
 def assert_same(
@@ -172,21 +178,24 @@ def _assert_same(
     weak_types: bool = True,
     stored: dict[str, str] | None = None,
     moved: Callable[[Snapshot], Noise] = lambda plain: {},
-) -> None:
+) -> Noise:
     """`assert_same`, where leaves may differ by what rounding moves them: `moved` of
-    the plain values, asked for only if leaves differ."""
+    the plain values, asked for only if leaves differ. Those that differ and that it
+    decides come back: a leaf of zeros may be among them, and among no others."""
     found = list(differences(plain, sharded, tol, ignore, weak_types))
     if not found:
-        return
+        return {}
     if plain.structure != sharded.structure:
         raise AssertionError(f"{where}: other pytree structure\n  {found[0].text}")
     rounding = moved(plain)
-    decided = sum(change > DECIDED for change in rounding.values())
-    if 2 * decided <= len(rounding):
+    decided = {path: by for path, by in rounding.items() if by > DECIDED}
+    most = 2 * len(decided) > len(rounding)
+    if not most:
+        differ = {difference.path for difference in found}
         allowed = {path: NOISE * change for path, change in rounding.items()}
         found = list(differences(plain, sharded, tol, ignore, weak_types, allowed))
         if not found:
-            return
+            return {path: by for path, by in decided.items() if path in differ}
     first, *others = found
     kept = f" stored {stored[first.path]}" if stored and first.path in stored else ""
     message = f"{where}, leaf {first.path or 'itself'} {first.text}{kept}"
@@ -196,7 +205,6 @@ def _assert_same(
         message += f"\n  {len(found)} of {len(plain.leaves)} leaves differ, also: "
         message += names + more
     if first.path in rounding:
-        most = 2 * decided > len(rounding)
         message += _about_rounding(first.path, rounding[first.path], most, tol)
     raise AssertionError(message)
 
@@ -217,6 +225,23 @@ def _about_rounding(path: str, change: float, most: bool, tol: float) -> str:
             f"ignore=[{re.escape(path)!r}] does not compare the leaf."
         )
     return f"{text}: this is no noise."
+
+
+def _warn(where: str, decided: Noise) -> None:
+    """Warns of leaves that differ and that rounding decides."""
+    leaves = ", ".join(
+        f"{path or 'itself'} (by {change:.0e})"
+        for path, change in list(decided.items())[:SHOWN]
+    )
+    more = f" and {len(decided) - SHOWN} more" if len(decided) > SHOWN else ""
+    warnings.warn(
+        f"{where}: not compared, as rounding the arguments otherwise moves them on one "
+        f"device: {leaves}{more}. All other leaves agree.\n"
+        f"  assert_parity was called at {call_site()}\n"
+        "Take another state or batch, or float64; or give patterns of these leaves as "
+        "ignore.",
+        stacklevel=3,
+    )
 
 
 def _check_names(options: Mapping[str, Any]) -> None:

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from parity import make_mesh
 from parity import quick_compiles as quick_compiles
 
+import shardfn
 from shardfn._rounding import rounded_otherwise
 from shardfn.testing import assert_parity, assert_same
 
@@ -92,7 +93,18 @@ def adam(grad: jax.Array) -> jax.Array:
 @pytest.mark.parametrize("rule", [jnp.sign, adam], ids=["lion", "adam"])
 def test_rounding_may_decide_a_leaf(rule, monkeypatch) -> None:
     arguments = normalized(rule), make_mesh("8"), normalized_state(), X
-    assert_parity(*arguments)
+    with pytest.warns(UserWarning) as caught:
+        assert_parity(*arguments)
+    lines = str(caught[0].message).splitlines()
+    assert lines[0].startswith(
+        "step over {'data': 8}: not compared, as rounding the arguments otherwise "
+        "moves them on one device: bias (by "
+    )
+    assert lines[0].endswith("). All other leaves agree.")
+    assert lines[1].startswith("  assert_parity was called at test_testing.py:")
+    assert lines[2].endswith("or give patterns of these leaves as ignore.")
+    assert caught[0].filename == __file__
+    assert_parity(*arguments, ignore=["^bias$"])
     monkeypatch.setattr("shardfn._rounding.TRIALS", 0)
     with pytest.raises(AssertionError, match="leaf bias "):
         assert_parity(*arguments)
@@ -117,6 +129,24 @@ def test_a_leaf_that_is_noise_in_part_says_so(wrong_sums) -> None:
         assert_parity(step, make_mesh("8"), state, X, steps=1)
     assert "it is rounding noise in part. In float64" in str(error.value)
     assert str(error.value).endswith("ignore=['w'] does not compare the leaf.")
+
+
+@pytest.mark.parametrize("by", [0.09, 0.26])
+def test_no_leaf_of_zeros_goes_unseen(by: float, monkeypatch) -> None:
+    """It fails, or rounding decides it and a warning names it."""
+
+    def zeroed(self, state):
+        return (whole := unshard(self, state)) | {"b": jnp.zeros_like(whole["b"])}
+
+    unshard = shardfn.ShardedStep.unshard
+    monkeypatch.setattr(shardfn.ShardedStep, "unshard", zeroed)
+    monkeypatch.setattr(
+        "shardfn.testing.noise", lambda *args: {"b": by, "w": 0.0, "loss": 0.0}
+    )
+    failed = pytest.raises(AssertionError, match=r"leaf b .*error 1\.00e\+00 > 4e-01")
+    listed = pytest.warns(UserWarning, match=r"on one device: b \(by 3e-01\)\. All")
+    with failed if by < 0.1 else listed:
+        assert_parity(train_step, make_mesh("8"), make_state(), X, steps=1)
 
 
 def test_a_step_that_rounding_decides_proves_nothing(wrong_sums) -> None:
