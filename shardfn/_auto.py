@@ -71,11 +71,6 @@ def count(axes: AutoAxes) -> int:
     return math.prod(size for _, size in axes)
 
 
-def auto_parts(split: AutoSplit) -> int:
-    """Into how many parts automatic axes split a value."""
-    return math.prod(map(count, split))
-
-
 def auto_names(split: AutoSplit) -> frozenset[str]:
     return frozenset(name for axes in split for name, _ in axes)
 

@@ -351,10 +351,6 @@ def register_rule(
     return register
 
 
-def has_rule(primitive: Primitive) -> bool:
-    return primitive in _registry
-
-
 def rule_of(eqn: JaxprEqn) -> OpShardingRule | None:
     """The rule of an equation, or None if its primitive has none."""
     entry = _registry.get(eqn.primitive)
