@@ -375,11 +375,12 @@ class ShardedStep:
             lowered = functools.partial(ready.run.lower, stored, given)
             if self.verify != "off" and is_real:
                 self._check_compiled(lowered(), planned())
-            if _processes.count() > 1:
-                self._check_processes(planned())
+            group = _processes.of(self.mesh.devices.flat)
+            if len(group) > 1:
+                self._check_processes(planned(), group)
                 if is_real:
                     lowered().compile()
-                    _processes.meet("compiled the step")
+                    _processes.meet("compiled the step", group)
             if is_real:
                 self._checked.add(program)
         return ready, stored, placed
@@ -393,10 +394,10 @@ class ShardedStep:
         settings = None if self.verify == "off" else _compat.configuration()
         return state_tree, batch_tree, types, self.storage.home, settings
 
-    def _check_processes(self, planned: Planned) -> None:
-        """Raises if another process is about to run another plan."""
+    def _check_processes(self, planned: Planned, group: Sequence[int]) -> None:
+        """Raises if another process of a group is about to run another plan."""
         plan = describe(planned)
-        _processes.assert_same("plans", f"{plan}\nprogram {plan.program}")
+        _processes.assert_same("plans", f"{plan}\nprogram {plan.program}", group)
 
     def _check_compiled(self, lowered: jax.stages.Lowered, planned: Planned) -> None:
         """Warns or raises if the compiled step is not as planned. The call that follows

@@ -80,8 +80,8 @@ def train(step: shardfn.ShardedStep) -> dict[str, Any]:
 
 
 def alone() -> dict[str, Any]:
-    """The last process makes a state and reads one on its own devices, and the others
-    do not; then all find what is left of what they told each other."""
+    """The last process makes a state, reads one and trains on its own devices, and the
+    others do not; then all find what is left of what they told each other."""
     found: dict[str, Any] = {}
     if INDEX == COUNT - 1:
         mesh = jax.sharding.Mesh(jax.local_devices(), ("data",))
@@ -90,6 +90,7 @@ def alone() -> dict[str, Any]:
         with Checkpoints(DIRECTORY, step) as checkpoints:
             state = checkpoints.restore(state)
         found["alone"] = float(jnp.abs(step.unshard(state)["flat"]).sum())
+        step(state, np.zeros((ROWS, 5), np.float32))
     client = _compat.distributed_client()
     client.wait_at_barrier("all have come", 60_000)
     left = client.key_value_dir_get("shardfn")
