@@ -244,7 +244,7 @@ class Storage:
         """Notes a state that is stored, and the logical shapes of its arrays."""
         shapes = tuple(x.shape for x in arrays)
         kinds = self.kinds.setdefault((treedef, shapes), [])
-        kind = _shapes(leaves), tuple(leaf.auto for leaf in leaves)
+        kind = _shapes(leaves), tuple(leaf.auto or () for leaf in leaves)
         if kind in kinds:
             kinds.remove(kind)
         kinds.append(kind)
