@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import jax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, jaxprs_in_params
 
 from shardfn import _compat
 
 Method = TypeVar("Method", bound=Callable[..., Any])
+
+UNKNOWN = "an unknown line"
 
 SHOWN = 8
 """Leaves that a message names before it counts the others."""
@@ -46,11 +48,26 @@ def where(eqn: JaxprEqn) -> str:
     """The user's line that made `eqn`, such as `train.py:41 (loss_fn)`."""
     place = _shorten(_compat.summarize(eqn))
     if ":" not in place:
-        return f"an unknown line ({eqn.primitive.name})"
+        return f"{UNKNOWN} ({eqn.primitive.name})"
     file, _, rest = place.partition(":")
     line, _, tail = rest.partition(":")
     function = tail.partition(" ")[2] or rest.partition(" ")[2]
     return f"{file}:{line.split(' ')[0]} {function}".strip()
+
+
+def nested(jaxpr: Any) -> Iterator[tuple[JaxprEqn, ...]]:
+    """Every equation of a jaxpr, last in a tuple of those it is in, outermost first."""
+    for eqn in _compat.open_jaxpr(jaxpr)[0].eqns:
+        yield (eqn,)
+        for body in jaxprs_in_params(eqn.params):
+            yield from ((eqn, *inner) for inner in nested(body))
+
+
+def where_in(eqns: Sequence[JaxprEqn]) -> str:
+    """The user's line of the last of `nested` equations, or of the nearest around it
+    that has one: what is called may have been traced before, from another line."""
+    places = map(where, reversed(eqns))
+    return next((p for p in places if not p.startswith(UNKNOWN)), UNKNOWN)
 
 
 _step: contextvars.ContextVar[str] = contextvars.ContextVar("step", default="the step")
@@ -115,7 +132,7 @@ def call_site() -> str:
     while frame is not None and _is_library(frame.f_code.co_filename):
         frame = frame.f_back
     if frame is None:
-        return "an unknown line"
+        return UNKNOWN
     file = os.path.basename(frame.f_code.co_filename)
     return f"{file}:{frame.f_lineno} ({frame.f_code.co_name})"
 

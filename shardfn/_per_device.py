@@ -10,11 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import jaxprs_in_params
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from shardfn import _compat
-from shardfn._errors import ShardingError, called, step_name, where
+from shardfn._errors import ShardingError, called, nested, step_name, where_in
 from shardfn._sharding import Axes, Sharding, Split, axes_of
 
 GlobalStep = Callable[[tuple[Any, ...], tuple[Any, ...]], Any]
@@ -173,22 +172,18 @@ def _mapped(
     return jax.tree.map(lambda *flags: tuple(flags), *levels)
 
 
-def _check_keys(jaxpr: Any, around: str = "an unknown line") -> None:
+def _check_keys(jaxpr: Any) -> None:
     """Raises if bits are made from an array of RBG keys: vmap lets the first make all,
-    where each device would use its own. `around` is the user's line around it."""
-    for eqn in _compat.open_jaxpr(jaxpr)[0].eqns:
-        place = where(eqn)
-        place = around if place.startswith("an unknown line") else place
-        for body in jaxprs_in_params(eqn.params):
-            _check_keys(body, place)
-        if eqn.primitive.name not in ("random_bits", "random_gamma"):
+    where each device would use its own."""
+    for eqns in nested(jaxpr):
+        if eqns[-1].primitive.name not in ("random_bits", "random_gamma"):
             continue
-        keys: Any = eqn.invars[0].aval
+        keys: Any = eqns[-1].invars[0].aval
         if str(keys.dtype) in ("key<rbg>", "key<urbg>") and keys.size > 1:
             raise ShardingError(
                 f"{step_name()} is written per device and makes random numbers from "
                 "several RBG keys, whose bits would not be those that each device "
-                f"makes alone.\n  at {place}\n{called()}"
+                f"makes alone.\n  at {where_in(eqns)}\n{called()}"
                 "Use keys of jax.random.key(seed, impl='threefry2x32'), or make the "
                 "numbers of the whole batch from one key in a step on global arrays."
             )

@@ -15,7 +15,16 @@ from jax.tree_util import tree_flatten_with_path
 
 from shardfn import _compat
 from shardfn._arguments import Leaf, leaf_name, path_name
-from shardfn._errors import ShardingError, called, listed, step_name, where
+from shardfn._errors import (
+    UNKNOWN,
+    ShardingError,
+    called,
+    listed,
+    nested,
+    step_name,
+    where,
+    where_in,
+)
 from shardfn._per_device import GlobalStep, as_global, reaches_axis, unbound_axis
 from shardfn._sharding import Axes, Sharding
 
@@ -165,24 +174,18 @@ def _check_effects(jaxpr: Any) -> None:
     )
 
 
-def _check_not_mapped(jaxpr: Any, around: str = "an unknown line") -> None:
-    """Raises if a part of the step is divided over devices already. What `around` calls
-    may have been traced before, from another line."""
-    for eqn in _compat.open_jaxpr(jaxpr)[0].eqns:
-        bodies = list(jaxprs_in_params(eqn.params))
-        place = where(eqn) if bodies else ""
-        place = around if place.startswith("an unknown line") else place
-        if eqn.primitive.name == "shard_map":
+def _check_not_mapped(jaxpr: Any) -> None:
+    """Raises if a part of the step is divided over devices already."""
+    for eqns in nested(jaxpr):
+        if eqns[-1].primitive.name == "shard_map":
             raise ShardingError(
                 f"{step_name()} uses jax.shard_map, whose parts fully_shard cannot "
-                f"divide again.\n  at {place}\n{called()}"
+                f"divide again.\n  at {where_in(eqns)}\n{called()}"
                 "If it calls a step that fully_shard made, call the plain step there: "
                 "fully_shard wants plain operations on whole arrays. A part that has "
                 "to be written per device can be an operation with a rule of its own "
                 "(shardfn.register_rule)."
             )
-        for body in bodies:
-            _check_not_mapped(body, place)
 
 
 def _place_of_effect(jaxpr: Any) -> str:
@@ -191,7 +194,7 @@ def _place_of_effect(jaxpr: Any) -> str:
         if any(not _compat.is_debug_effect(e) for e in eqn.effects):
             bodies = list(jaxprs_in_params(eqn.params))
             return _place_of_effect(bodies[0]) if bodies else where(eqn)
-    return "an unknown line"
+    return UNKNOWN
 
 
 def _check_state(out: Any, states: Sequence[Any], leaves: Sequence[Leaf]) -> int:
