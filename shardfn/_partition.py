@@ -95,9 +95,10 @@ def choose_dim(
 ) -> int | None:
     """The dimension to split over `count` devices, or `flat(start)`, or None.
 
-    A dimension that `count` divides wins, one whose shards fill tiles before one whose
-    do not, then the largest. The layer dimension of a stack is taken only if no other
-    divides. Without any, the dimension that wastes least on padding is taken if it
+    A dimension that `count` divides wins: the first whose shards fill tiles, since
+    blocks of the most major dimension are gathered without a transposed copy, or else
+    the largest. The layer dimension of a stack is taken only if no other divides.
+    Without any, the dimension that wastes least on padding is taken if it
     wastes at most 1%, and otherwise the leaf is flattened, a stack layer by layer.
     Dimensions in `taken` are split by automatic axes. No other axis splits them too: a
     part of such a block is no block of the gathered value. A leaf that has one is never
@@ -108,7 +109,8 @@ def choose_dim(
         return -(-shape[dim] // count) * count / max(shape[dim], 1) - 1
 
     def preference(dim: int) -> tuple[bool, bool, int]:
-        return not (stacked and dim == 0), _fills_tiles(shape, dim, count), shape[dim]
+        fills = _fills_tiles(shape, dim, count)
+        return not (stacked and dim == 0), fills, -dim if fills else shape[dim]
 
     dims = [d for d in range(len(shape)) if shape[d] >= count and d not in taken]
     divisible = [d for d in dims if waste(d) == 0]

@@ -42,16 +42,20 @@ def arrays(tree):
 @pytest.mark.parametrize(
     "shape, count, stacked, dim",
     [
-        # Divisible beats padded, and among divisible ones the largest wins.
+        # Divisible beats padded; without tiles to fill the largest wins.
         ((64, 32), 8, False, 0),
         ((32, 64), 8, False, 1),
         ((7, 64), 8, False, 1),
         ((64,), 8, False, 0),
-        # A shard that fills (8, 128) tiles beats a larger one that does not.
+        # Of those that fill (8, 128) tiles the first: the most major in memory.
+        ((1024, 4096), 8, False, 0),
+        ((24, 1024, 65536), 8, True, 1),
+        ((24, 16, 128, 2048), 8, True, 1),
+        # A shard that fills tiles beats a larger one that does not.
         ((50280, 4096), 8, False, 1),
         ((1024, 1000), 8, False, 0),
         ((512, 1032), 8, False, 0),
-        ((64, 512, 1032), 8, False, 1),
+        ((60, 512, 1032), 8, False, 1),
         # The layer dimension of a stack is the last choice.
         ((64, 16, 24), 8, True, 2),
         ((64, 16, 24), 8, False, 0),
