@@ -169,7 +169,7 @@ class _Call:
         program = make_program(jaxpr)
         free = [None] * (len(program.outputs) - len(required))
         body = propagate(program, inputs, [*required, *free], self.axes, small=2)
-        body = schedule(program, body, NOTHING_ASKED)
+        body = schedule(program, body, NOTHING_ASKED, self.axes)
         return _Planned(program, body, self.axes, self.emit)
 
 

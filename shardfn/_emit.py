@@ -175,8 +175,17 @@ class _Run:
     def tied(self, step: Reshard) -> jax.Array:
         """What a move moves, no earlier than what it waits for."""
         x = self.env[step.source]
-        if step.after is not None:
-            x, _ = barrier(x, self.env[step.after])
+        if step.after is None:
+            return x
+        if len(step.path) == 1:
+            return self.waiting(x, step.after)
+        x, _ = barrier(x, self.env[step.after])
+        return x
+
+    def waiting(self, x: jax.Array, after: Ref) -> jax.Array:
+        """`x`, made no earlier than `after`, also when a compiler schedules, which by
+        then has dropped from its barriers what nothing reads behind them."""
+        x, self.env[after] = barrier(x, self.env[after])
         return x
 
     def moved(self, step: Reshard, x: jax.Array) -> jax.Array:
@@ -194,6 +203,8 @@ class _Run:
             self.read(ref, atom)
             for ref, atom in zip(step.operands, node.inputs, strict=True)
         ]
+        if step.after is not None:
+            operands[0] = self.waiting(operands[0], step.after)
         with _compat.as_user_code(node.eqn):
             results = {
                 "op": self.op,

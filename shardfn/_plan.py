@@ -107,6 +107,7 @@ class Apply:
         the body imports, after what the scan imports.
       early: operands that the barrier of a remat does not hold: their gathers wait for
         what the body imports.
+      after: an op on literals alone waits for this version to exist.
     """
 
     node: int
@@ -123,6 +124,7 @@ class Apply:
     exports: tuple[Ref, ...] = ()
     ahead: "tuple[Ahead, ...]" = ()
     early: tuple[int, ...] = ()
+    after: Ref | None = None
 
 
 Step = Reshard | Apply
@@ -130,20 +132,23 @@ Step = Reshard | Apply
 
 def reads(step: Step) -> tuple[Ref, ...]:
     """The versions that a step reads."""
+    waits = () if step.after is None else (step.after,)
     if isinstance(step, Reshard):
-        return (step.source,) if step.after is None else (step.source, step.after)
-    return (*(ref for ref in step.operands if ref is not None), *step.imports)
+        return (step.source, *waits)
+    known = (ref for ref in step.operands if ref is not None)
+    return (*known, *step.imports, *waits)
 
 
 def reading(step: Step, name: Callable[[Ref], Ref]) -> Step:
     """`step` with the versions that it reads renamed."""
     if all(name(ref) == ref for ref in reads(step)):
         return step
+    after = None if step.after is None else name(step.after)
     if isinstance(step, Reshard):
-        after = None if step.after is None else name(step.after)
         return replace(step, source=name(step.source), after=after)
     operands = tuple(None if ref is None else name(ref) for ref in step.operands)
-    return replace(step, operands=operands, imports=tuple(map(name, step.imports)))
+    imports = tuple(map(name, step.imports))
+    return replace(step, operands=operands, imports=imports, after=after)
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,7 +117,7 @@ def plan_traced(
     autos = [leaf.auto or () for leaf in state]
     given, made = [*autos, *[()] * len(batch)], [*autos, *[()] * len(others)]
     body = split_automatically(program, body, given, made)
-    body = schedule(program, body, control)
+    body = schedule(program, body, control, axes)
     return Planned(traced, program, body, state, stored, axes, asked)
 
 
@@ -141,7 +141,7 @@ def plan_init(
     program = make_program(jax.make_jaxpr(init_fn)(*args))
     inputs = [axes.replicated] * len(program.inputs)
     body = propagate(program, inputs, stored, axes, small=2)
-    body = schedule(program, body, NOTHING_ASKED)
+    body = schedule(program, body, NOTHING_ASKED, axes)
     return lambda *leaves: emit(program, body, leaves, axes)
 
 

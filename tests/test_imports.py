@@ -67,7 +67,7 @@ ORDER = """
     _schedule._origin
     _schedule._bucket
     _schedule._hoist _schedule._keep _schedule._order _schedule._pace
-    _schedule._prefetch _schedule._share
+    _schedule._hold _schedule._prefetch _schedule._share
     _schedule
     _fingerprint
     _describe

@@ -50,12 +50,17 @@ def arrays(tree):
         # Of those that fill (8, 128) tiles the first: the most major in memory.
         ((1024, 4096), 8, False, 0),
         ((24, 1024, 65536), 8, True, 1),
-        ((24, 16, 128, 2048), 8, True, 1),
+        ((24, 128, 128, 1024), 8, True, 1),
+        # But none that may count layers or heads.
+        ((8, 1024, 4096), 8, False, 1),
+        ((8, 16, 1024, 4096), 8, True, 2),
+        ((32, 128, 4096), 8, False, 1),
+        ((24, 16, 128, 2048), 8, True, 2),
         # A shard that fills tiles beats a larger one that does not.
         ((50280, 4096), 8, False, 1),
         ((1024, 1000), 8, False, 0),
         ((512, 1032), 8, False, 0),
-        ((60, 512, 1032), 8, False, 1),
+        ((64, 512, 1032), 8, False, 1),
         # The layer dimension of a stack is the last choice.
         ((64, 16, 24), 8, True, 2),
         ((64, 16, 24), 8, False, 0),

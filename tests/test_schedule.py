@@ -141,7 +141,7 @@ def test_nested_loops_hoist_to_the_top() -> None:
         return lax.scan(outer, x, None, length=2)[0]
 
     program, plan = planned(step, ((16, 16), STORED), ((8, 16), ROWS))
-    plan = schedule(program, plan, Control())
+    plan = schedule(program, plan, Control(), AXES)
     assert [m.gathers_state for m in reshards(plan)] == [True]
     (loop,) = [s for s in plan.steps if isinstance(s, Apply) and s.bodies]
     assert gathered_bytes(loop.bodies[0]) == 0
@@ -315,7 +315,7 @@ def test_schedule_changes_no_bit(loss_fn, monkeypatch) -> None:
     x = np.random.default_rng(1).standard_normal((8, 16)).astype(np.float32)
     mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
     results, bodies = [], []
-    for passes in (schedule, lambda program, body, control: body):
+    for passes in (schedule, lambda program, body, control, axes: body):
         monkeypatch.setattr(_planner, "schedule", passes)
         run = shardfn.fully_shard(step, mesh, min_size=8)
         state, trail = run.shard(make_state()), []

@@ -13,21 +13,26 @@ from shardfn._plan import Apply, BodyPlan, Reshard, Step
 from shardfn._program import Program
 from shardfn._schedule._bucket import bucket
 from shardfn._schedule._hoist import hoist
+from shardfn._schedule._hold import hold
 from shardfn._schedule._keep import keep
 from shardfn._schedule._order import order
 from shardfn._schedule._pace import pace
 from shardfn._schedule._prefetch import prefetch
 from shardfn._schedule._share import share
+from shardfn._sharding import Axes
 from shardfn._wire import choose_dtypes
 
 
-def schedule(program: Program, body: BodyPlan, control: Control) -> BodyPlan:
+def schedule(
+    program: Program, body: BodyPlan, control: Control, axes: Axes
+) -> BodyPlan:
     """Runs every pass on a plan and the plans in it, innermost first.
 
     Args:
       program: the step.
       body: its plan, as `propagate` made it.
       control: what is asked of the moves of state leaves.
+      axes: the mesh axes.
 
     Returns:
       The scheduled plan.
@@ -35,7 +40,8 @@ def schedule(program: Program, body: BodyPlan, control: Control) -> BodyPlan:
     body = _schedule(program, body, control, unit=False)
     body = prefetch(program, body, control)
     body = bucket(program, body, control) if control.joins else body
-    return order(program, pace(program, body), control)
+    body = order(program, pace(program, body), control)
+    return hold(program, body, axes)
 
 
 def _schedule(

@@ -21,6 +21,20 @@ PACE_BYTES = 2**20
 """Smaller gradients move when, and together with what, the compiler likes."""
 
 
+def scatters_alone(step: Step, program: Program) -> TypeGuard[Reshard]:
+    """Whether a step scatters a large gradient, by itself."""
+    if not _scatters(step, program) or step.together is not None:
+        return False
+    return math.prod(step.shape) * step.itemsize >= PACE_BYTES
+
+
+def _scatters(step: Step, program: Program) -> TypeGuard[Reshard]:
+    if not isinstance(step, Reshard) or step.phase != BACKWARD:
+        return False
+    splits = any(isinstance(s, Split) for s in step.path[-1])
+    return splits and sums_gradient(program, step)
+
+
 def pace(program: Program, body: BodyPlan) -> BodyPlan:
     """Chains the reduce-scatters of the backward pass in every body that holds it.
 
@@ -56,32 +70,20 @@ class _Chain:
         for step in self.body.steps:
             if isinstance(step, Apply):
                 step = self.unit(step, self.program.nodes[step.node])
-            elif chained and self.scatters(step):
+            elif chained and _scatters(step, self.program):
                 # A small one waits too, or XLA may combine it with an early link.
                 step = replace(step, after=step.after or self.last)
-                self.last = step.result if self.is_large(step) else self.last
+                if scatters_alone(step, self.program):
+                    self.last = step.result
             self.steps.append(step)
         return replace(self.body, steps=tuple(self.steps))
-
-    def scatters(self, step: Step) -> TypeGuard[Reshard]:
-        """Whether a step scatters a gradient."""
-        if not isinstance(step, Reshard) or step.phase != BACKWARD:
-            return False
-        splits = any(isinstance(s, Split) for s in step.path[-1])
-        return splits and sums_gradient(self.program, step)
-
-    def is_large(self, step: Step) -> bool:
-        """Whether a step scatters a large gradient, by itself."""
-        if not self.scatters(step) or step.together is not None:
-            return False
-        return math.prod(step.shape) * step.itemsize >= PACE_BYTES
 
     def is_unit(self, step: Step) -> bool:
         """Whether a step is a remat that scatters large gradients."""
         if not isinstance(step, Apply) or self.program.nodes[step.node].kind != "remat":
             return False
         inner = _Chain(self.program.nodes[step.node].bodies[0], step.bodies[0])
-        return any(map(inner.is_large, inner.body.steps))
+        return any(scatters_alone(s, inner.program) for s in inner.body.steps)
 
     def unit(self, step: Apply, node: Node) -> Apply:
         """A remat, of which the first scatter waits for the last one before it."""

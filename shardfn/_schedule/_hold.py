@@ -1,0 +1,233 @@
+"""Chooses what is held while a loop of the backward pass runs.
+
+In: a scheduled plan. Out: the plan, in which such a loop waits for the reduce-scatters
+of large gradients that stand in front of it. A large term of a sum that is complete
+only behind the loop, such as that of a tied table, is made on the side on which fewer
+bytes wait: the term, or what it is made of. Zeros that are added to behind the loop are
+made there. A compiler would keep whole logits until it needs the gradient of a table,
+and make the zeros that another table's is added to before the step begins.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from shardfn._decide import itemsize
+from shardfn._phase import BACKWARD, mixes_passes
+from shardfn._plan import Apply, BodyPlan, Ref, Reshard, Step, fresh, reading, reads
+from shardfn._program import Node, Program
+from shardfn._schedule._pace import PACE_BYTES, scatters_alone
+from shardfn._sharding import Axes, Sharding, Unreduced, local_shape
+
+
+def hold(program: Program, body: BodyPlan, axes: Axes) -> BodyPlan:
+    """Ties the loops of the backward pass to the gradients around them.
+
+    Args:
+      program: the program.
+      body: its plan, scheduled otherwise.
+      axes: the mesh axes.
+
+    Returns:
+      The plan.
+    """
+    if not mixes_passes(program):
+        return body
+    steps: list[Step] = []
+    for step in body.steps:
+        if isinstance(step, Apply) and step.bodies:
+            inner = zip(program.nodes[step.node].bodies, step.bodies, strict=True)
+            step = replace(step, bodies=tuple(hold(p, b, axes) for p, b in inner))
+        steps.append(step)
+    body = replace(body, steps=tuple(steps))
+    loops = [s for s in steps if isinstance(s, Apply) and _is_loop(_node(program, s))]
+    for loop in loops:
+        body = _Around(program, body, axes, loop.node).held()
+    return body
+
+
+def _node(program: Program, step: Apply) -> Node:
+    return program.nodes[step.node]
+
+
+def _is_loop(node: Node) -> bool:
+    return node.kind in ("scan", "while") and node.backward and not node.is_unrolled
+
+
+def _is_unreduced(sharding: Sharding) -> bool:
+    return any(isinstance(state, Unreduced) for state in sharding)
+
+
+def _reading(step: Apply, old: Ref, tie: Reshard) -> Apply:
+    """`step`, reading the tied version in place of the `old` one."""
+    new = reading(step, lambda ref: tie.result if ref == old else ref)
+    assert isinstance(new, Apply)
+    return new
+
+
+@dataclass(slots=True)
+class _Around:
+    """One body, while what waits around the loop of one node is chosen.
+
+    `at` is the index of the loop's step. Per version, `makers` has the index of the
+    step that makes it, `readers` those of the steps that read it, and `shardings` how
+    it is sharded.
+    """
+
+    program: Program
+    body: BodyPlan
+    axes: Axes
+    node: int
+    at: int = field(init=False)
+    makers: dict[Ref, int] = field(default_factory=dict)
+    readers: dict[Ref, list[int]] = field(default_factory=dict)
+    shardings: dict[Ref, Sharding] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for index, step in enumerate(self.body.steps):
+            if isinstance(step, Apply) and step.node == self.node:
+                self.at = index
+            for ref, sharding in self.made(step):
+                self.makers[ref], self.shardings[ref] = index, sharding
+            for ref in set(reads(step)):
+                self.readers.setdefault(ref, []).append(index)
+
+    def made(self, step: Step) -> Iterator[tuple[Ref, Sharding]]:
+        if isinstance(step, Reshard):
+            yield step.result, step.path[-1]
+        else:
+            outputs = map(Ref, _node(self.program, step).outputs)
+            yield from zip(outputs, step.result_shardings, strict=True)
+
+    def held(self) -> BodyPlan:
+        steps, at = self.body.steps, self.at
+        ready: list[Ref] = []
+        terms: list[Ref] = []
+        late: dict[int, list[Ref]] = {}
+        for index, step in enumerate(steps[:at]):
+            if scatters_alone(step, self.program):
+                ready.append(step.result)
+            for chain in self.term(index):
+                made_of = self.freed(chain[0])
+                terms.append(self.result(chain[-1]))
+                if self.local_bytes(terms[-1]) <= sum(map(self.local_bytes, made_of)):
+                    ready.append(terms[-1])
+                elif made_of:
+                    late |= {chain[0]: made_of} | dict.fromkeys(chain[1:], [])
+        loop = steps[at]
+        assert isinstance(loop, Apply)
+        new = [step for index, step in enumerate(steps[:at]) if index not in late]
+        start = self.cotangent(loop)
+        if start is not None:
+            for ref in ready:
+                tie = self.tie(start, ref, new)
+                loop, start = _reading(loop, start, tie), tie.result
+                new.append(tie)
+        new.append(loop)
+        end = self.result(at)
+        for index, made_of in late.items():
+            step = steps[index]
+            assert isinstance(step, Apply)
+            for ref in made_of:
+                tie = self.tie(ref, end, new)
+                step = _reading(step, ref, tie)
+                new.append(tie)
+            new.append(step)
+        sums = {self.leaf(ref) for ref in terms}
+        new += (self.begun(i, end, sums) for i in range(at + 1, len(steps)))
+        return replace(self.body, steps=tuple(new))
+
+    def leaf(self, ref: Ref) -> str:
+        return self.program.leaf(ref.value)
+
+    def begun(self, index: int, end: Ref, sums: set[str]) -> Step:
+        """A step behind the loop; if it makes large zeros, no earlier than its end. But
+        for `sums`, that of leaves which have a term already: XLA adds to that term."""
+        step = self.body.steps[index]
+        if not isinstance(step, Apply) or set(step.operands) != {None}:
+            return step
+        if self.leaf(self.result(index)) in sums:
+            return step
+        node = _node(self.program, step)
+        if node.kind == "op" and node.backward and self.nbytes(index) >= PACE_BYTES:
+            return replace(step, after=end)
+        return step
+
+    def term(self, index: int) -> Iterator[list[int]]:
+        """If step `index` makes a large term that is first read behind the loop, the
+        steps that make it, from the one whose operands are no terms on."""
+        if not self.is_term(index) or min(self.readers_of(index), default=0) < self.at:
+            return
+        chain = [index]
+        while terms := self.terms_in(chain[0]):
+            before = self.makers.get(terms[0], -1)
+            alone = len(terms) == 1 and before >= 0 and self.is_term(before)
+            if not alone or self.readers_of(before) != chain[:1]:
+                return
+            chain.insert(0, before)
+        yield chain
+
+    def is_term(self, index: int) -> bool:
+        step = self.body.steps[index]
+        if not isinstance(step, Apply) or _node(self.program, step).kind != "op":
+            return False
+        backward = _node(self.program, step).backward
+        unreduced = any(map(_is_unreduced, step.result_shardings))
+        return backward and unreduced and self.nbytes(index) >= PACE_BYTES
+
+    def terms_in(self, index: int) -> list[Ref]:
+        step = self.body.steps[index]
+        assert isinstance(step, Apply)
+        pairs = zip(step.operands, step.operand_shardings, strict=True)
+        return [ref for ref, s in pairs if ref is not None and _is_unreduced(s)]
+
+    def freed(self, index: int) -> list[Ref]:
+        """Operands of a step in front of the loop that nothing else reads behind it;
+        what is stored is there in any case."""
+        return [
+            ref
+            for ref in dict.fromkeys(reads(self.body.steps[index]))
+            if ref in self.makers
+            and all(i < self.at or i == index for i in self.readers[ref])
+        ]
+
+    def result(self, index: int) -> Ref:
+        step = self.body.steps[index]
+        assert isinstance(step, Apply)
+        return Ref(_node(self.program, step).outputs[0])
+
+    def readers_of(self, index: int) -> list[int]:
+        return self.readers.get(self.result(index), [])
+
+    def nbytes(self, index: int) -> int:
+        return self.local_bytes(self.result(index))
+
+    def local_bytes(self, ref: Ref) -> int:
+        aval = self.program.avals[ref.value]
+        shape = local_shape(aval.shape, self.shardings[ref], self.axes)
+        return math.prod(shape) * itemsize(aval)
+
+    def cotangent(self, loop: Apply) -> Ref | None:
+        """An operand of the loop that the backward pass makes in front of it."""
+        for ref in loop.operands:
+            step = self.body.steps[self.makers[ref]] if ref in self.makers else None
+            if isinstance(step, Apply) and _node(self.program, step).backward:
+                return ref
+        return None
+
+    def tie(self, ref: Ref, after: Ref, new: list[Step]) -> Reshard:
+        """A version of `ref` that waits for `after`."""
+        aval = self.program.avals[ref.value]
+        body = replace(self.body, steps=(*self.body.steps, *new))
+        result = fresh(body, ref.value)
+        self.shardings[result] = self.shardings[ref]
+        return Reshard(
+            source=ref,
+            result=result,
+            path=(self.shardings[ref],),
+            shape=tuple(aval.shape),
+            dtype=str(aval.dtype),
+            itemsize=itemsize(aval),
+            phase=BACKWARD,
+            after=after,
+        )

@@ -1,0 +1,169 @@
+"""In: scanned layers between an embedding and a head, tied or not. Out: what waits
+while the layers run backward takes least memory, and no bit is changed.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from parity import quick_compiles as quick_compiles
+from plan_helpers import Sharded, cpu_mesh, emitted_moves, planned_moves
+
+import shardfn
+from shardfn import _schedule, targets
+from shardfn._plan import Apply, Reshard, Step, reads
+from shardfn._sharding import Split, Unreduced
+
+LAYERS, WIDTH, HIDDEN = 4, 256, 1024
+
+
+def train(tied: bool):
+    """A lookup, residual layers in bfloat16, logits, and plain descent."""
+
+    def layer(h, w):
+        up, down = (w[k].astype(jnp.bfloat16) for k in ("up", "down"))
+        return h + jnp.tanh(h @ up) @ down, None
+
+    def loss_fn(state, tokens):
+        table = state["table"].astype(jnp.bfloat16)
+        head = table.T if tied else state["head"].astype(jnp.bfloat16)
+        body = jax.checkpoint(layer, prevent_cse=False)
+        h, _ = jax.lax.scan(body, table[tokens], state["layers"])
+        logits = (h @ head).astype(jnp.float32)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens)
+        return jnp.mean(losses)
+
+    def step(state, tokens):
+        loss, grads = jax.value_and_grad(loss_fn)(state, tokens)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, state, grads), loss
+
+    return step
+
+
+def sharded(
+    tied: bool, mesh, vocabulary: int, tokens: int, hidden: int = HIDDEN, **options: Any
+) -> Sharded:
+    """`tokens` per row, of which there are 8."""
+    shapes = {
+        "layers": {"up": (LAYERS, WIDTH, hidden), "down": (LAYERS, hidden, WIDTH)},
+        "table": (vocabulary, WIDTH),
+    }
+    shapes |= {} if tied else {"head": (WIDTH, vocabulary)}
+    state = jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s, jnp.float32),
+        shapes,
+        is_leaf=lambda s: isinstance(s, tuple),
+    )
+    batch = jax.ShapeDtypeStruct((8, tokens), jnp.int32)
+    plain = train(tied)
+    step = shardfn.fully_shard(plain, mesh, **options)
+    return Sharded(plain, step, mesh, state, batch)
+
+
+def around(case: Sharded) -> tuple[list[Step], Apply, list[Step]]:
+    """The steps in front of the backward pass's loop, the loop, those behind."""
+    steps = list(case.plan.body.steps)
+    at = max(i for i, s in enumerate(steps) if getattr(s, "primitive", "") == "scan")
+    loop = steps[at]
+    assert isinstance(loop, Apply)
+    return steps[:at], loop, steps[at + 1 :]
+
+
+def ties(steps: list[Step]) -> Iterator[Reshard]:
+    """Moves that do nothing but wait."""
+    for step in steps:
+        if isinstance(step, Reshard) and len(step.path) == 1:
+            yield step
+
+
+def terms(steps: list[Step]) -> list[Apply]:
+    """Products that are one term of a sum over devices."""
+    return [
+        step
+        for step in steps
+        if isinstance(step, Apply)
+        and step.primitive == "dot_general"
+        and any(isinstance(s, Unreduced) for s in step.result_shardings[0])
+    ]
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("tokens", [2048, 32])
+def test_the_term_of_a_tied_table_or_the_logits_wait(tokens) -> None:
+    """The table has fewer numbers than what 2048 tokens make of it, more than 32's."""
+    case = sharded(True, cpu_mesh(8), 4096, tokens)
+    before, loop, behind = around(case)
+    if tokens == 2048:
+        assert len(terms(before)) == 1 and not terms(behind)
+        (tie,) = ties(before)
+        assert tie.result in reads(loop) and not list(ties(behind))
+        assert any(tie.after in reads(step) for step in behind), "the term, as it is"
+    else:
+        assert len(terms(behind)) == 1 and not terms(before)
+        waiting = list(ties(behind))
+        assert len(waiting) == 2, "logits and activations"
+        assert {tie.result for tie in waiting} == set(reads(terms(behind)[0]))
+        assert len({tie.after for tie in waiting}) == 1 and not list(ties(before))
+    assert emitted_moves(case) == planned_moves(case.plan)
+
+
+@pytest.mark.standard_promotion
+def test_a_heads_gradient_is_scattered_first_and_zeros_are_made_last() -> None:
+    case = sharded(False, cpu_mesh(8), 4096, 64)
+    before, loop, behind = around(case)
+    (tie,) = ties(before)
+    assert tie.result in reads(loop)
+    (scatter,) = (s for s in before if getattr(s, "result", None) == tie.after)
+    assert isinstance(scatter, Reshard)
+    assert any(isinstance(s, Split) for s in scatter.path[-1])
+    (zeros,) = (s for s in behind if isinstance(s, Apply) and s.after is not None)
+    assert zeros.primitive == "broadcast_in_dim" and zeros.operands == (None,)
+    assert emitted_moves(case) == planned_moves(case.plan)
+
+
+def unheld(monkeypatch) -> None:
+    monkeypatch.setattr(_schedule, "hold", lambda program, body, axes: body)
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("tied, tokens", [(True, 512), (True, 8), (False, 8)])
+def test_what_waits_changes_no_bit(tied, tokens, monkeypatch) -> None:
+    random, results = np.random.default_rng(0), []
+    for held in (True, False):
+        if not held:
+            unheld(monkeypatch)
+        exact = {"xla_allow_excess_precision": False}
+        case = sharded(tied, cpu_mesh(4), 4096, tokens, compiler_options=exact)
+        if held:
+            state = jax.tree.map(
+                lambda x: random.normal(0, 0.02, x.shape).astype(x.dtype), case.state
+            )
+            batch = random.integers(4096, size=case.batch.shape, dtype=np.int32)
+        before, _, behind = around(case)
+        waits = [*ties(before), *ties(behind)]
+        assert bool(waits) == held
+        found = case.step.shard(state)
+        for _ in range(2):
+            found, loss = case.step(found, batch)
+        results.append((case.step.unshard(found), loss))
+    jax.tree.map(np.testing.assert_array_equal, *results)
+
+
+@pytest.mark.aot("h100:8")
+@pytest.mark.standard_promotion
+def test_logits_do_not_wait_for_the_loop_on_gpus(monkeypatch) -> None:
+    """XLA would make the gradient of the tied table behind it."""
+    temporary, vocabulary, tokens = {}, 8192, 2048
+    for held in (True, False):
+        if not held:
+            unheld(monkeypatch)
+        case = sharded(True, targets.mesh("h100:8"), vocabulary, tokens, hidden=16384)
+        compiled = case.compile()
+        assert case.plan.verify(compiled).ok
+        temporary[held] = compiled.memory_analysis().temp_size_in_bytes
+    logits, table = 2 * tokens * vocabulary, 2 * vocabulary * WIDTH
+    assert temporary[False] - temporary[True] > (logits - table) / 2
