@@ -42,6 +42,7 @@ class Option:
       ahead: it is of use only if a loop gathers ahead.
       hosts: it is of use only if the mesh spans several hosts.
       kinds: the `device_kind`s that it is of use on; all of the platform if empty.
+      most: devices beyond which it is left out; 0 if it never is.
     """
 
     platform: str
@@ -50,6 +51,7 @@ class Option:
     ahead: bool = False
     hosts: bool = False
     kinds: tuple[str, ...] = ()
+    most: int = 0
 
 
 _SPARSE_CORES = ("TPU v5", "TPU v5p", "TPU v6 lite")
@@ -57,8 +59,10 @@ _OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload"
 _FUSED_GATHERS = "xla_tpu_enable_async_collective_fusion_fuse_all_gather"
 
 
-def _on_sparse_cores(name: str, value: str = "true", *settled_by: str) -> Option:
-    return Option("tpu", ((name, value),), settled_by, kinds=_SPARSE_CORES)
+def _on_sparse_cores(
+    name: str, value: str = "true", *settled_by: str, most: int = 0
+) -> Option:
+    return Option("tpu", ((name, value),), settled_by, kinds=_SPARSE_CORES, most=most)
 
 
 OPTIONS = (
@@ -78,7 +82,8 @@ OPTIONS = (
     # A TPU's matrix unit waits for its own transfers. Those of the sparse cores run
     # beside it, and over a 3D slice they can reduce-scatter where it would all-reduce.
     _on_sparse_cores(f"{_OFFLOAD}_reduce_scatter"),
-    _on_sparse_cores(f"{_OFFLOAD}_nd_reduce_scatter"),
+    # With this one the compiler (libtpu 0.0.42) divides by zero for 4096 chips.
+    _on_sparse_cores(f"{_OFFLOAD}_nd_reduce_scatter", most=2048),
     _on_sparse_cores(f"{_OFFLOAD}_all_gather", "true", _FUSED_GATHERS),
     _on_sparse_cores(f"{_OFFLOAD}_2d_all_gather", "true", _FUSED_GATHERS),
     _on_sparse_cores(f"{_OFFLOAD}_3d_all_gather", "true", _FUSED_GATHERS),
@@ -141,6 +146,7 @@ def compiler_options(
         and (ahead or not option.ahead)
         and (_processes.span(devices) > 1 or not option.hosts)
         and (not option.kinds or device.device_kind in option.kinds)
+        and (not option.most or len(devices) <= option.most)
         and settled.isdisjoint((*dict(option.spellings), *option.settled_by))
     ]
     if wanted and (refused := refusal(device, _frozen(wanted))):

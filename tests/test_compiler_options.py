@@ -87,6 +87,13 @@ def test_options_of_some_kinds_of_tpu(compiler):
     assert options("TPU v5", xla_fuse="true") == fused
 
 
+def test_options_of_no_more_than_so_many_devices(compiler):
+    option = Option("tpu", (("wide", "true"),), most=2)
+    compiler({"wide": "true"}, (option,))
+    assert compiler_options(machines(2, "TPU v5p"), None, False) == {"wide": "true"}
+    assert compiler_options(machines(3, "TPU v5p"), None, False) == {}
+
+
 def test_the_user_comes_first(compiler, monkeypatch, tmp_path):
     compiler({"xla_new": "ON", "xla_old": 7, "xla_far": 2, "mine": 1}, TABLE)
     ours = {"xla_new": "ON", "xla_far": 2}
