@@ -23,27 +23,28 @@ PIPELINED = (
     if NEWER
     else {"xla_gpu_enable_pipelined_all_gather": True}
 )
-OVERLAPPED: dict[str, dict[str, Any]] = {
-    "h100": {
-        "compiler_options": {
-            **PIPELINED,
-            "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
-        }
-    },
+NOT_DELAYED = (
+    {"xla_gpu_pipeline_reduce_scatter": "COLLECTIVE_PIPELINING_MODE_OFF"}
+    if NEWER
+    else {"xla_gpu_enable_pipelined_reduce_scatter": False}
+)
+IN_FLIGHT = {"xla_gpu_experimental_parallel_collective_overlap_limit": 4}
+ASKED: dict[str, dict[str, dict[str, Any]]] = {
+    "shardfn overlapped": {"h100": {"compiler_options": {**PIPELINED, **IN_FLIGHT}}},
+    "shardfn lean": {"h100": {"compiler_options": NOT_DELAYED}},
 }
-"""What a user can ask for beyond the defaults, by chip: more overlap, more memory."""
+"""What a user can ask for beyond the defaults, by chip: more overlap for more memory,
+or less memory and compile time for less overlap."""
 
 
 def shardfn_options(program: str, chip: str) -> dict[str, Any] | None:
     """Options of `fully_shard`; None for a baseline."""
-    return {
-        "shardfn": {},
-        "shardfn overlapped": OVERLAPPED.get(chip, {}),
-        "shardfn defer": {"accumulate": "defer"},
-    }.get(program)
+    if program in ASKED:
+        return ASKED[program][chip]
+    return {"shardfn": {}, "shardfn defer": {"accumulate": "defer"}}.get(program)
 
 
-OURS = ("shardfn", "shardfn overlapped", "shardfn defer")
+OURS = ("shardfn", *ASKED, "shardfn defer")
 TPU_ONLY = ("constrained, no collective matmul",)
 NO_MATMUL_LOOPS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
 BASELINES = {
@@ -59,8 +60,8 @@ def programs_of(case: Case, chip: str) -> list[str]:
     """Names of the programs that a case is measured on."""
     if case.bars == (6,):
         return ["shardfn"]
-    left_out = {"shardfn overlapped" if case.bars == (4,) else "shardfn defer"}
-    left_out |= set() if chip in OVERLAPPED else {"shardfn overlapped"}
+    left_out = {*ASKED} if case.bars == (4,) else {"shardfn defer"}
+    left_out |= {name for name, by_chip in ASKED.items() if chip not in by_chip}
     return [
         name
         for name in (*OURS, *BASELINES)

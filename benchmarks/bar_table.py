@@ -1,7 +1,7 @@
 """Measured rows in; Markdown tables of figures, and of bars passed and missed, out.
 
-A bar is judged twice, beside the best of the baselines of the same case: on `shardfn`
-with no option set, and on `shardfn overlapped` (see `bar_measure`). Nothing is rounded
+A bar is judged beside the best of the baselines of the same case: on `shardfn` with no
+option set, and on what can be asked for (`ASKED` in `bar_measure`). Nothing is rounded
 before it is compared.
 """
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from bar_cases import CASES, CHIPS
-from bar_measure import BASELINES, programs_of
+from bar_measure import ASKED, BASELINES, programs_of
 
 Row = dict[str, Any]
 Rows = dict[str, Row]
@@ -17,9 +17,11 @@ Measured = dict[tuple[str, str], Rows]
 Judged = tuple[str, str, str]
 """Ours, what it is held against, and `pass` or `MISS`."""
 Verdict = tuple[str, ...]
-"""Bar, case, chip, what it is held against; then ours and `pass` or `MISS`, twice."""
+"""Bar, case, chip, what it is held against; then, per `JUDGED`, ours and `pass` or
+`MISS`."""
 
-OURS, OVERLAPPED = "shardfn", "shardfn overlapped"
+OURS = "shardfn"
+JUDGED = (OURS, *ASKED)
 SHARDED = [name for name in BASELINES if name != "replicas"]
 
 
@@ -101,7 +103,7 @@ def verdicts(measured: Measured) -> Iterator[Verdict]:
     for bar, (title, judge) in BARS.items():
         for (case, chip), rows in measured.items():
             if rows and bar in CASES[case].bars:
-                yield title, case, chip, *_twice(case, chip, rows, judge)
+                yield title, case, chip, *_judged(case, chip, rows, judge)
     for chip in CHIPS:
         yield from bar_6(
             {
@@ -113,23 +115,27 @@ def verdicts(measured: Measured) -> Iterator[Verdict]:
         )
 
 
-def _twice(
+def _judged(
     case: str, chip: str, rows: Rows, judge: Callable[[Row, Rows], Judged]
 ) -> tuple[str, ...]:
     missing = set(programs_of(CASES[case], chip)) - set(rows)
     if missing:
-        return (f"{len(missing)} programs not measured", "", "?", "", "")
-    names = [n for n in rows if n.startswith(OURS)]
-    asked = [OVERLAPPED] if OVERLAPPED in names else []
-    first = "shardfn defer" if "shardfn defer" in names else OURS
+        return _padded(f"{len(missing)} programs not measured", "", "?")
     held, found = "", []
-    for name in (first, *asked):
-        if "error" in rows[name]:
+    for name in JUDGED:
+        name = "shardfn defer" if name == OURS and "shardfn defer" in rows else name
+        if name not in rows:
+            found += ["", ""]
+        elif "error" in rows[name]:
             found += [rows[name]["error"], _verdict(False)]
-            continue
-        part, held, verdict = judge(rows[name], rows)
-        found += [part, verdict]
-    return (held, *found, *[""] * (4 - len(found)))
+        else:
+            part, held, verdict = judge(rows[name], rows)
+            found += [part, verdict]
+    return _padded(held, *found)
+
+
+def _padded(held: str, *found: str) -> tuple[str, ...]:
+    return held, *found, *[""] * (2 * len(JUDGED) - len(found))
 
 
 def bar_6(rows: dict[int, Row], chip: str) -> Iterator[Verdict]:
@@ -149,7 +155,8 @@ def bar_6(rows: dict[int, Row], chip: str) -> Iterator[Verdict]:
             ring = (1 - 1 / many) / (1 - 1 / few)
             held += f"; a ring's (n-1)/n alone is {ring:.3f}"
         part = f"{most / first:.3f}"
-        yield title, case, chip, held, part, _verdict(most <= limit * first), "", ""
+        ok = most <= limit * first
+        yield title, case, chip, *_padded(held, part, _verdict(ok))
 
 
 def bar_7(run: dict[str, Any]) -> Verdict:
@@ -159,22 +166,27 @@ def bar_7(run: dict[str, Any]) -> Verdict:
     ours = f"{1e3 * seconds[OURS]:.0f} ms = {ratios[name]:.3f}"
     held = f"1.0 of {1e3 * seconds[name]:.0f} ms, {name}"
     verdict = _verdict(ratios[name] <= 1)
-    return "7 step time", "8 CPU devices", "", held, ours, verdict, "", ""
+    return "7 step time", "8 CPU devices", "", *_padded(held, ours, verdict)
 
 
 def verdicts_table(measured: Measured, run: dict[str, Any]) -> str:
     found = [*verdicts(measured), *([bar_7(run)] if "ratios" in run else [])]
-    head = ("bar", "case", "chip", "held against", *("shardfn", ""), *(OVERLAPPED, ""))
-    passed = [sum(v[at] == "pass" for v in found) for at in (5, 7)]
-    judged = [sum(v[at] in ("pass", "MISS") for v in found) for at in (5, 7)]
-    text = (
-        f"{markdown(head, found)}\n\n{passed[0]} of {judged[0]} pass; "
-        f"with {OVERLAPPED} {passed[1]} of {judged[1]}."
-    )
+    names = [cell for name in JUDGED for cell in (name, "")]
+    head = ("bar", "case", "chip", "held against", *names)
+    text = f"{markdown(head, found)}\n\n{_counted(found)}"
     absent = [
         f"{case} on {chip}" for (case, chip), rows in measured.items() if not rows
     ]
     return f"{text} Not measured: {', '.join(absent)}." if absent else text
+
+
+def _counted(found: list[Verdict]) -> str:
+    counts = []
+    for at, name in enumerate(JUDGED):
+        given = [verdict[5 + 2 * at] for verdict in found]
+        judged = sum(v in ("pass", "MISS") for v in given)
+        counts.append(f"`{name}` passes {given.count('pass')} of {judged}")
+    return f"{', '.join(counts)}."
 
 
 def rows_table(measured: Measured) -> str:
