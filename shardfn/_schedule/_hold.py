@@ -169,11 +169,13 @@ class _Around:
 
     def is_term(self, index: int) -> bool:
         step = self.body.steps[index]
-        if not isinstance(step, Apply) or _node(self.program, step).kind != "op":
+        if not isinstance(step, Apply) or len(step.result_shardings) != 1:
             return False
-        backward = _node(self.program, step).backward
-        unreduced = any(map(_is_unreduced, step.result_shardings))
-        return backward and unreduced and self.nbytes(index) >= PACE_BYTES
+        node = _node(self.program, step)
+        if node.kind != "op" or not node.backward:
+            return False
+        large = self.nbytes(index) >= PACE_BYTES
+        return large and _is_unreduced(step.result_shardings[0])
 
     def terms_in(self, index: int) -> list[Ref]:
         step = self.body.steps[index]
@@ -208,10 +210,13 @@ class _Around:
         return math.prod(shape) * itemsize(aval)
 
     def cotangent(self, loop: Apply) -> Ref | None:
-        """An operand of the loop that the backward pass makes in front of it."""
+        """An operand of the loop, no term, that the backward pass makes."""
         for ref in loop.operands:
-            step = self.body.steps[self.makers[ref]] if ref in self.makers else None
-            if isinstance(step, Apply) and _node(self.program, step).backward:
+            if ref is None or ref not in self.makers:
+                continue
+            step = self.body.steps[self.makers[ref]]
+            backward = isinstance(step, Apply) and _node(self.program, step).backward
+            if backward and not _is_unreduced(self.shardings[ref]):
                 return ref
         return None
 
