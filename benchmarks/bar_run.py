@@ -20,7 +20,7 @@ from bar_cases import RUN, Model
 from bar_measure import BASELINES
 from jax.sharding import AxisType
 
-ROUNDS = 15
+ROUNDS = 45
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
 
