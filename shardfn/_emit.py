@@ -183,8 +183,8 @@ class _Run:
         return x
 
     def waiting(self, x: jax.Array, after: Ref) -> jax.Array:
-        """`x`, made no earlier than `after`, also when a compiler schedules, which by
-        then has dropped from its barriers what nothing reads behind them."""
+        """`x`, made no earlier than `after`, which goes on as what the barrier makes of
+        it: a compiler drops from a barrier what nothing reads behind it."""
         x, self.env[after] = barrier(x, self.env[after])
         return x
 

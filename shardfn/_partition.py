@@ -23,8 +23,8 @@ wire."""
 MAX_WASTE = 0.01
 """Padding of a dimension above which a leaf is stored flattened instead."""
 
-COUNT = 64
-"""A dimension so many times smaller than the largest may be a count."""
+COUNTS = 128
+"""A dimension of fewer elements may count layers or heads, and not features."""
 
 
 def partition(
@@ -99,12 +99,11 @@ def choose_dim(
     """The dimension to split over `count` devices, or `flat(start)`, or None.
 
     A dimension that `count` divides wins, one whose shards fill tiles before one whose
-    do not. Of those that fill them it is the first, since blocks of the most major
-    dimension are gathered without a transposed copy. Those that may count layers or
-    heads come after the others, and then, as without tiles, the largest. The layer
-    dimension of a stack is taken only if no other divides. Without any, the dimension
-    that wastes least on padding is taken if it wastes at most 1%, and otherwise the
-    leaf is flattened, a stack layer by layer.
+    do not. Of those that fill them it is the first of features, since blocks of the
+    most major dimension are gathered without a transposed copy; of others the largest.
+    The layer dimension of a stack is taken only if no other divides. Without any, the
+    dimension that wastes least on padding is taken if it wastes at most 1%, and
+    otherwise the leaf is flattened, a stack layer by layer.
     Dimensions in `taken` are split by automatic axes. No other axis splits them too: a
     part of such a block is no block of the gathered value. A leaf that has one is never
     flattened; without another dimension to split, None.
@@ -115,7 +114,7 @@ def choose_dim(
 
     def preference(dim: int) -> tuple[bool, bool, bool, int]:
         fills = _fills_tiles(shape, dim, count)
-        first = fills and not _may_count(shape, dim, stacked)
+        first = fills and shape[dim] >= COUNTS
         return not (stacked and dim == 0), fills, first, -dim if first else shape[dim]
 
     dims = [d for d in range(len(shape)) if shape[d] >= count and d not in taken]
@@ -130,13 +129,6 @@ def choose_dim(
     start = 1 if stacked else 0
     size = math.prod(shape[start:])
     return flat(start if -(-size // count) * count <= (1 + MAX_WASTE) * size else 0)
-
-
-def _may_count(shape: Sequence[int], dim: int, stacked: bool) -> bool:
-    """Whether a dimension may count layers, heads or the like, rather than features."""
-    largest = max(shape)
-    leads = dim == 0 and len(shape) > 2 and not stacked and shape[0] < largest
-    return leads or COUNT * shape[dim] < largest
 
 
 def _fills_tiles(shape: Sequence[int], dim: int, count: int) -> bool:

@@ -15,8 +15,9 @@ from plan_helpers import Sharded, cpu_mesh, emitted_moves, planned_moves
 
 import shardfn
 from shardfn import _schedule, targets
-from shardfn._plan import Apply, Reshard, Step, reads
+from shardfn._plan import Apply, Ref, Reshard, Step, reads
 from shardfn._sharding import Split, Unreduced
+from shardfn.testing import assert_parity
 
 LAYERS, WIDTH, HIDDEN = 4, 256, 1024
 
@@ -123,6 +124,137 @@ def test_a_heads_gradient_is_scattered_first_and_zeros_are_made_last() -> None:
     (zeros,) = (s for s in behind if isinstance(s, Apply) and s.after is not None)
     assert zeros.primitive == "broadcast_in_dim" and zeros.operands == (None,)
     assert emitted_moves(case) == planned_moves(case.plan)
+
+
+def in_order(case: Sharded) -> list[Step]:
+    """The steps, each of which reads only what is there."""
+    body = case.plan.body
+    moved: set[Ref] = set()
+    for step in body.steps:
+        assert moved.issuperset(ref for ref in reads(step) if ref.version), step
+        moved.update([step.result] if isinstance(step, Reshard) else step.exports)
+    return list(body.steps)
+
+
+def agrees(step, state, batch) -> Sharded:
+    """A case that has been compared with its plain step."""
+    mesh = cpu_mesh(4)
+    assert_parity(step, mesh, state, batch, steps=2, tol=1e-4)
+    sharded = shardfn.fully_shard(step, mesh)
+    return Sharded(step, sharded, mesh, state, batch)
+
+
+def descend(loss_fn, after=lambda: None):
+    def step(state, tokens):
+        loss, grads = jax.value_and_grad(loss_fn)(state, tokens)
+        after()
+        return jax.tree.map(lambda w, g: w - 0.1 * g, state, grads), loss
+
+    return step
+
+
+def arrays(**shapes: tuple[int, ...]) -> dict[str, Any]:
+    random = np.random.default_rng(0)
+    return {
+        name: jnp.asarray(0.02 * random.normal(size=shape), jnp.float32)
+        for name, shape in shapes.items()
+    }
+
+
+TOKENS = jnp.asarray(np.random.default_rng(1).integers(4096, size=(8, 4)), jnp.int32)
+
+
+def scanned(h, ws):
+    layer = jax.checkpoint(lambda h, w: h + jnp.tanh(h @ w), prevent_cse=False)
+    return jax.lax.scan(lambda h, w: (layer(h, w), None), h, ws)[0]
+
+
+def cross_entropy(logits, tokens):
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens))
+
+
+def test_a_term_that_enters_the_loop_stays_in_front_of_it() -> None:
+    def layer(carry, w):
+        h, table = carry
+        return (h + jnp.tanh(h @ w) + (h @ table.T) @ table * 1e-2, table * 0.9), None
+
+    def loss_fn(state, tokens):
+        start = state["table"][tokens], state["table"]
+        (h, table), _ = jax.lax.scan(layer, start, state["ws"])
+        return cross_entropy(h @ table.T, tokens)
+
+    agrees(descend(loss_fn), arrays(table=(4096, 128), ws=(2, 128, 128)), TOKENS)
+
+
+def test_effects_of_literals_behind_a_loop_are_left_alone(capfd) -> None:
+    def loss_fn(state, tokens):
+        h = scanned(state["table"][tokens], state["ws"])
+        return cross_entropy(h @ state["table"].T, tokens)
+
+    step = descend(loss_fn, lambda: jax.debug.print("done {x}", x=0))
+    agrees(step, arrays(table=(4096, 128), ws=(2, 128, 128)), TOKENS)
+    jax.effects_barrier()
+    assert "done 0" in capfd.readouterr().out
+
+
+def test_a_backward_loop_without_results() -> None:
+    @jax.custom_vjp
+    def noted(x):
+        return x
+
+    def backward(_, g):
+        def note(carry, i):
+            jax.debug.print("{i}", i=i)
+            return carry, None
+
+        jax.lax.scan(note, None, jnp.arange(2))
+        return (g,)
+
+    noted.defvjp(lambda x: (x, None), backward)
+
+    def loss_fn(state, tokens):
+        h = scanned(noted(state["table"][tokens]), state["ws"])
+        return cross_entropy(h @ state["table"].T, tokens)
+
+    agrees(descend(loss_fn), arrays(table=(4096, 128), ws=(2, 128, 128)), TOKENS)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_two_loops_wait_once_for_each_gradient(tied) -> None:
+    def loss_fn(state, tokens):
+        h = scanned(state["table"][tokens], state["first"])
+        h = scanned(h * 2, state["second"])
+        return cross_entropy(h @ (state["table"].T if tied else state["head"]), tokens)
+
+    stacks = dict(first=(2, 128, 128), second=(2, 128, 128))
+    head = {} if tied else {"head": (128, 4096)}
+    state = arrays(table=(4096, 128), **stacks, **head)
+    case = agrees(descend(loss_fn), state, TOKENS)
+    found = list(ties(in_order(case)))
+    if tied:  # logits and activations, behind the first loop and behind the second
+        assert len(found) == 4
+    else:
+        assert len(found) == 1
+
+
+def test_loops_inside_unrolled_layers_wait_for_nothing() -> None:
+    """They gather and scatter nothing; the layers around them do."""
+
+    def layer(h, w):
+        decay, _ = jax.lax.scan(
+            lambda c, x: (0.9 * c + x, None), h[:, 0], h.swapaxes(0, 1)
+        )
+        return h + jnp.tanh(decay[:, None] @ w)
+
+    def loss_fn(state, tokens):
+        h = state["table"][tokens]
+        for name in ("a", "b", "c"):
+            h = layer(h, state[name])
+        return jnp.mean(h**2)
+
+    weights = {name: (512, 512) for name in "abc"}
+    case = agrees(descend(loss_fn), arrays(table=(4096, 512), **weights), TOKENS)
+    assert not list(ties(in_order(case)))
 
 
 def unheld(monkeypatch) -> None:

@@ -1,23 +1,26 @@
-"""Chooses what is held while a loop of the backward pass runs.
+"""Chooses what is held while a loop over layers runs backward.
 
 In: a scheduled plan. Out: the plan, in which such a loop waits for the reduce-scatters
-of large gradients that stand in front of it. A large term of a sum that is complete
-only behind the loop, such as that of a tied table, is made on the side on which fewer
-bytes wait: the term, or what it is made of. Zeros that are added to behind the loop are
-made there. A compiler would keep whole logits until it needs the gradient of a table,
+of large gradients that stand in front of it. A large product that is one term of a sum
+which is complete only behind the loop, such as that of a tied table, is made on the
+side on which fewer bytes wait: the term, or what it is made of. Large constants, such
+as the zeros that a lookup's gradient is added to, are made behind the loop if they are
+used there. A compiler would keep whole logits until it needs the gradient of a table,
 and make the zeros that another table's is added to before the step begins.
 """
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from shardfn._decide import itemsize
 from shardfn._phase import BACKWARD, mixes_passes
-from shardfn._plan import Apply, BodyPlan, Ref, Reshard, Step, fresh, reading, reads
+from shardfn._plan import Apply, BodyPlan, Ref, Reshard, Step, reading, reads
 from shardfn._program import Node, Program
 from shardfn._schedule._pace import PACE_BYTES, scatters_alone
 from shardfn._sharding import Axes, Sharding, Unreduced, local_shape
+from shardfn._wire import sums_gradient
 
 
 def hold(program: Program, body: BodyPlan, axes: Axes) -> BodyPlan:
@@ -40,9 +43,11 @@ def hold(program: Program, body: BodyPlan, axes: Axes) -> BodyPlan:
             step = replace(step, bodies=tuple(hold(p, b, axes) for p, b in inner))
         steps.append(step)
     body = replace(body, steps=tuple(steps))
-    loops = [s for s in steps if isinstance(s, Apply) and _is_loop(_node(program, s))]
-    for loop in loops:
-        body = _Around(program, body, axes, loop.node).held()
+    waited: set[Ref] = set()
+    for step in steps:
+        if isinstance(step, Apply) and _is_loop(program, step):
+            around = _Around(program, body, axes, step.node, waited)
+            body = around.held()
     return body
 
 
@@ -50,8 +55,25 @@ def _node(program: Program, step: Apply) -> Node:
     return program.nodes[step.node]
 
 
-def _is_loop(node: Node) -> bool:
-    return node.kind in ("scan", "while") and node.backward and not node.is_unrolled
+def _is_loop(program: Program, step: Apply) -> bool:
+    """Whether a step is a loop of the backward pass that moves parameters itself."""
+    node = _node(program, step)
+    if node.kind not in ("scan", "while") or not node.backward or not node.outputs:
+        return False
+    inner = zip(node.bodies, step.bodies, strict=True)
+    return not node.is_unrolled and any(_moves(p, b) for p, b in inner)
+
+
+def _moves(program: Program, body: BodyPlan) -> bool:
+    for step in body.steps:
+        if isinstance(step, Reshard):
+            if step.gathers_state or sums_gradient(program, step):
+                return True
+            continue
+        inner = zip(_node(program, step).bodies, step.bodies, strict=True)
+        if any(_moves(p, b) for p, b in inner):
+            return True
+    return False
 
 
 def _is_unreduced(sharding: Sharding) -> bool:
@@ -69,19 +91,22 @@ def _reading(step: Apply, old: Ref, tie: Reshard) -> Apply:
 class _Around:
     """One body, while what waits around the loop of one node is chosen.
 
-    `at` is the index of the loop's step. Per version, `makers` has the index of the
-    step that makes it, `readers` those of the steps that read it, and `shardings` how
-    it is sharded.
+    `waited` are versions that a loop before it has waited for. `at` is the index of the
+    loop's step. Per version, `makers` has the index of the step that makes it,
+    `readers` those of the steps that read it, and `shardings` how it is sharded;
+    `versions` counts those of a value.
     """
 
     program: Program
     body: BodyPlan
     axes: Axes
     node: int
+    waited: set[Ref]
     at: int = field(init=False)
     makers: dict[Ref, int] = field(default_factory=dict)
     readers: dict[Ref, list[int]] = field(default_factory=dict)
     shardings: dict[Ref, Sharding] = field(default_factory=dict)
+    versions: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for index, step in enumerate(self.body.steps):
@@ -91,6 +116,11 @@ class _Around:
                 self.makers[ref], self.shardings[ref] = index, sharding
             for ref in set(reads(step)):
                 self.readers.setdefault(ref, []).append(index)
+        made = (s.exports for s in self.body.steps if isinstance(s, Apply))
+        known = (*self.makers, *self.readers, *itertools.chain(*made))
+        for ref in (*known, *self.body.imports):
+            newest = self.versions.get(ref.value, 0)
+            self.versions[ref.value] = max(newest, ref.version)
 
     def made(self, step: Step) -> Iterator[tuple[Ref, Sharding]]:
         if isinstance(step, Reshard):
@@ -120,7 +150,10 @@ class _Around:
         start = self.cotangent(loop)
         if start is not None:
             for ref in ready:
-                tie = self.tie(start, ref, new)
+                if ref in self.waited:
+                    continue
+                self.waited.add(ref)
+                tie = self.tie(start, ref)
                 loop, start = _reading(loop, start, tie), tie.result
                 new.append(tie)
         new.append(loop)
@@ -129,34 +162,33 @@ class _Around:
             step = steps[index]
             assert isinstance(step, Apply)
             for ref in made_of:
-                tie = self.tie(ref, end, new)
+                tie = self.tie(ref, end)
                 step = _reading(step, ref, tie)
                 new.append(tie)
             new.append(step)
-        sums = {self.leaf(ref) for ref in terms}
+        sums = {self.program.leaf(ref.value) for ref in terms}
         new += (self.begun(i, end, sums) for i in range(at + 1, len(steps)))
         return replace(self.body, steps=tuple(new))
 
-    def leaf(self, ref: Ref) -> str:
-        return self.program.leaf(ref.value)
-
     def begun(self, index: int, end: Ref, sums: set[str]) -> Step:
-        """A step behind the loop; if it makes large zeros, no earlier than its end. But
-        for `sums`, that of leaves which have a term already: XLA adds to that term."""
+        """A step behind the loop; no earlier than its end, if it makes a large value of
+        literals alone. But not of `sums`, leaves that have a term in front of the loop:
+        XLA adds to that term in place of zeros."""
         step = self.body.steps[index]
         if not isinstance(step, Apply) or set(step.operands) != {None}:
             return step
-        if self.leaf(self.result(index)) in sums:
-            return step
         node = _node(self.program, step)
-        if node.kind == "op" and node.backward and self.nbytes(index) >= PACE_BYTES:
-            return replace(step, after=end)
-        return step
+        pure = node.kind == "op" and node.backward and not node.eqn.effects
+        if not pure or len(node.outputs) != 1 or self.nbytes(index) < PACE_BYTES:
+            return step
+        leaf = self.program.leaf(node.outputs[0])
+        return step if leaf in sums else replace(step, after=end)
 
     def term(self, index: int) -> Iterator[list[int]]:
         """If step `index` makes a large term that is first read behind the loop, the
         steps that make it, from the one whose operands are no terms on."""
-        if not self.is_term(index) or min(self.readers_of(index), default=0) < self.at:
+        first = min(self.readers_of(index), default=0) if self.is_term(index) else 0
+        if first <= self.at:
             return
         chain = [index]
         while terms := self.terms_in(chain[0]):
@@ -185,15 +217,18 @@ class _Around:
 
     def freed(self, index: int) -> list[Ref]:
         """Operands of a step in front of the loop that nothing else reads behind it;
-        what is stored is there in any case."""
+        what is stored, or handed out, is there in any case."""
+        stays = {*self.body.outputs, *self.body.exports}
         return [
             ref
             for ref in dict.fromkeys(reads(self.body.steps[index]))
             if ref in self.makers
+            and ref not in stays
             and all(i < self.at or i == index for i in self.readers[ref])
         ]
 
     def result(self, index: int) -> Ref:
+        """The first result of a step."""
         step = self.body.steps[index]
         assert isinstance(step, Apply)
         return Ref(_node(self.program, step).outputs[0])
@@ -220,11 +255,11 @@ class _Around:
                 return ref
         return None
 
-    def tie(self, ref: Ref, after: Ref, new: list[Step]) -> Reshard:
+    def tie(self, ref: Ref, after: Ref) -> Reshard:
         """A version of `ref` that waits for `after`."""
         aval = self.program.avals[ref.value]
-        body = replace(self.body, steps=(*self.body.steps, *new))
-        result = fresh(body, ref.value)
+        self.versions[ref.value] += 1
+        result = Ref(ref.value, self.versions[ref.value])
         self.shardings[result] = self.shardings[ref]
         return Reshard(
             source=ref,
