@@ -174,13 +174,17 @@ def bar_7(run: dict[str, Any]) -> Verdict:
 
 def verdicts_table(measured: Measured, run: dict[str, Any]) -> str:
     found = [*verdicts(measured), *([bar_7(run)] if "ratios" in run else [])]
-    names = [cell for name in JUDGED for cell in (name, "")]
-    head = ("bar", "case", "chip", "held against", *names)
-    text = f"{markdown(head, found)}\n\n{_counted(found)}"
+    head = ("bar", "case", "chip", "held against", *JUDGED)
+    lines = [(*v[:4], *map(_joined, v[4::2], v[5::2])) for v in found]
+    text = f"{markdown(head, lines)}\n\n{_counted(found)}"
     absent = [
         f"{case} on {chip}" for (case, chip), rows in measured.items() if not rows
     ]
     return f"{text} Not measured: {', '.join(absent)}." if absent else text
+
+
+def _joined(part: str, verdict: str) -> str:
+    return f"{part}: {verdict}" if verdict else part
 
 
 def _counted(found: list[Verdict]) -> str:
