@@ -161,5 +161,5 @@ def test_compilers_gather_as_often_as_planned(
 def test_memory_on_gpus_grows_by_the_layers_that_are_ahead() -> None:
     """By their gathered weights, 16 MiB, and at the first one by what XLA copies."""
     none, one, two = (compiled(asked)[1] for asked in (0, 1, 2))
-    assert 16 <= one - none <= 2.2 * 16
+    assert 16 <= one - none <= 2.4 * 16
     assert 16 <= two - one <= 1.6 * 16
