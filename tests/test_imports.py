@@ -65,6 +65,7 @@ ORDER = """
     _wire
     _widen
     _schedule._origin
+    _schedule._bodies
     _schedule._bucket
     _schedule._hoist _schedule._keep _schedule._order _schedule._pace
     _schedule._hold _schedule._prefetch _schedule._share

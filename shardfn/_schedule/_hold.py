@@ -18,6 +18,7 @@ from shardfn._decide import itemsize
 from shardfn._phase import BACKWARD, mixes_passes
 from shardfn._plan import Apply, BodyPlan, Ref, Reshard, Step, reading, reads
 from shardfn._program import Node, Program
+from shardfn._schedule._bodies import inside
 from shardfn._schedule._pace import PACE_BYTES, scatters_alone
 from shardfn._sharding import Axes, Sharding, Unreduced, local_shape
 from shardfn._wire import sums_gradient
@@ -36,15 +37,9 @@ def hold(program: Program, body: BodyPlan, axes: Axes) -> BodyPlan:
     """
     if not mixes_passes(program):
         return body
-    steps: list[Step] = []
-    for step in body.steps:
-        if isinstance(step, Apply) and step.bodies:
-            inner = zip(program.nodes[step.node].bodies, step.bodies, strict=True)
-            step = replace(step, bodies=tuple(hold(p, b, axes) for p, b in inner))
-        steps.append(step)
-    body = replace(body, steps=tuple(steps))
+    body = inside(program, body, lambda p, b: hold(p, b, axes))
     waited: set[Ref] = set()
-    for step in steps:
+    for step in body.steps:
         if isinstance(step, Apply) and _is_loop(program, step):
             around = _Around(program, body, axes, step.node, waited)
             body = around.held()

@@ -13,6 +13,7 @@ from shardfn._control import Control
 from shardfn._phase import UPDATE, mixes_passes
 from shardfn._plan import Apply, BodyPlan, Ref, Reshard, Step, fresh, reads
 from shardfn._program import Node, Program
+from shardfn._schedule._bodies import inside
 from shardfn._sharding import Sharding, Split
 
 
@@ -29,14 +30,11 @@ def order(program: Program, body: BodyPlan, control: Control) -> BodyPlan:
     """
     if not control.prefetches:
         return body
-    steps = []
-    for step in body.steps:
-        if isinstance(step, Apply) and step.bodies:
-            inner = zip(program.nodes[step.node].bodies, step.bodies, strict=True)
-            bodies = (order(p, b, control) if mixes_passes(p) else b for p, b in inner)
-            step = replace(step, bodies=tuple(bodies))
-        steps.append(step)
-    return _Order(program, replace(body, steps=tuple(steps)), control).ordered()
+
+    def within(program: Program, body: BodyPlan) -> BodyPlan:
+        return order(program, body, control) if mixes_passes(program) else body
+
+    return _Order(program, inside(program, body, within), control).ordered()
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ from typing import TypeGuard
 from shardfn._phase import BACKWARD, mixes_passes
 from shardfn._plan import Apply, BodyPlan, Ref, Reshard, Step, fresh
 from shardfn._program import Node, Program
+from shardfn._schedule._bodies import inside
 from shardfn._sharding import Split
 from shardfn._wire import sums_gradient
 
@@ -47,13 +48,7 @@ def pace(program: Program, body: BodyPlan) -> BodyPlan:
     """
     if not mixes_passes(program):
         return body
-    steps = []
-    for step in body.steps:
-        if isinstance(step, Apply) and step.bodies:
-            inner = zip(program.nodes[step.node].bodies, step.bodies, strict=True)
-            step = replace(step, bodies=tuple(pace(p, plan) for p, plan in inner))
-        steps.append(step)
-    return _Chain(program, replace(body, steps=tuple(steps))).linked()
+    return _Chain(program, inside(program, body, pace)).linked()
 
 
 @dataclass(slots=True)
