@@ -13,7 +13,14 @@ from shardfn._decide import Decision, elements, filled_factors, nbytes
 from shardfn._program import Node, Program
 from shardfn._reshard import can_split
 from shardfn._rule import OpShardingRule
-from shardfn._sharding import Axes, Sharding, Split, Unreduced, flat_start
+from shardfn._sharding import (
+    Axes,
+    Sharding,
+    Split,
+    Unreduced,
+    flat_start,
+    is_unreduced,
+)
 from shardfn._want import Wants, union
 
 Place = tuple[int, int]
@@ -101,9 +108,7 @@ class _Pass:
 
     def __post_init__(self) -> None:
         self.sums = {
-            value
-            for value, sharding in self.env.items()
-            if any(isinstance(s, Unreduced) for s in sharding)
+            value for value, sharding in self.env.items() if is_unreduced(sharding)
         }
 
     def add(self, value: int, wants: Wants) -> None:

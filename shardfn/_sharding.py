@@ -131,6 +131,11 @@ def viewed(shape: Sequence[int], dim: int) -> tuple[tuple[int, ...], int]:
     return (*shape[:start], math.prod(shape[start:])), start
 
 
+def is_unreduced(sharding: Sharding) -> bool:
+    """Whether each device has a term of the value, along some axis."""
+    return any(isinstance(state, Unreduced) for state in sharding)
+
+
 def local_shape(
     shape: Sequence[int], sharding: Sharding, axes: Axes
 ) -> tuple[int, ...]:
@@ -158,7 +163,7 @@ def stored_shape(
 
 def partition_spec(sharding: Sharding, axes: Axes) -> PartitionSpec:
     """The PartitionSpec of the global array. `sharding` must not be unreduced."""
-    if any(isinstance(s, Unreduced) for s in sharding):
+    if is_unreduced(sharding):
         raise ValueError(f"an unreduced value has no PartitionSpec: {sharding}")
     dims = {
         s.dim if (start := flat_start(s.dim)) is None else start: s.dim

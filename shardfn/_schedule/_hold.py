@@ -20,7 +20,7 @@ from shardfn._plan import Apply, BodyPlan, Ref, Reshard, Step, reading, reads
 from shardfn._program import Node, Program
 from shardfn._schedule._bodies import inside
 from shardfn._schedule._pace import PACE_BYTES, scatters_alone
-from shardfn._sharding import Axes, Sharding, Unreduced, local_shape
+from shardfn._sharding import Axes, Sharding, is_unreduced, local_shape
 from shardfn._wire import sums_gradient
 
 
@@ -69,10 +69,6 @@ def _moves(program: Program, body: BodyPlan) -> bool:
         if any(_moves(p, b) for p, b in inner):
             return True
     return False
-
-
-def _is_unreduced(sharding: Sharding) -> bool:
-    return any(isinstance(state, Unreduced) for state in sharding)
 
 
 def _reading(step: Apply, old: Ref, tie: Reshard) -> Apply:
@@ -202,13 +198,13 @@ class _Around:
         if node.kind != "op" or not node.backward:
             return False
         large = self.nbytes(index) >= PACE_BYTES
-        return large and _is_unreduced(step.result_shardings[0])
+        return large and is_unreduced(step.result_shardings[0])
 
     def terms_in(self, index: int) -> list[Ref]:
         step = self.body.steps[index]
         assert isinstance(step, Apply)
         pairs = zip(step.operands, step.operand_shardings, strict=True)
-        return [ref for ref, s in pairs if ref is not None and _is_unreduced(s)]
+        return [ref for ref, s in pairs if ref is not None and is_unreduced(s)]
 
     def freed(self, index: int) -> list[Ref]:
         """Operands of a step in front of the loop that nothing else reads behind it;
@@ -246,7 +242,7 @@ class _Around:
                 continue
             step = self.body.steps[self.makers[ref]]
             backward = isinstance(step, Apply) and _node(self.program, step).backward
-            if backward and not _is_unreduced(self.shardings[ref]):
+            if backward and not is_unreduced(self.shardings[ref]):
                 return ref
         return None
 
