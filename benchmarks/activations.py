@@ -20,7 +20,7 @@ from bar_table import markdown
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardfn import targets
+from shardfn.analysis import targets
 
 
 def temporary(case: Case) -> int:

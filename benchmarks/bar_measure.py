@@ -14,8 +14,8 @@ import bar_programs as programs
 import jax
 from bar_cases import Case
 
-from shardfn import targets
-from shardfn._hlo import overlapped_bytes, read_collectives, wire_bytes
+from shardfn.analysis import targets
+from shardfn.analysis._hlo import overlapped_bytes, read_collectives, wire_bytes
 
 NEWER = jax.__version_info__ >= (0, 11)
 PIPELINED = (

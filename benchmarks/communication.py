@@ -24,8 +24,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from step import create_state, train_step
 
 import shardfn
-from shardfn import targets
-from shardfn._hlo import overlapped_bytes, read_collectives, wire_bytes
+from shardfn.analysis import targets
+from shardfn.analysis._hlo import overlapped_bytes, read_collectives, wire_bytes
 
 
 def gpt(layers: int, width: int, heads: int, context: int, vocabulary: int):

@@ -20,7 +20,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from step import create_state, train_step
 
 import shardfn
-from shardfn import _init, targets
+from shardfn.analysis import targets
+from shardfn.storage import _init_state
 
 CASES = (("1b", "h100:8"), ("8b", "h100:8"), ("8b", "h100:1x8x8"))
 HEADER = ("preset", "devices", "shards", "largest leaf", "programs", "temporary")
@@ -44,7 +45,7 @@ def row(preset: str, target: str) -> tuple[str, ...]:
     make, shardings, sizes = storage.stored_init(create, leaves)
     everywhere = NamedSharding(mesh, PartitionSpec())
     abstract = jax.ShapeDtypeStruct((), key.dtype, sharding=everywhere)
-    found = list(_init.programs(make, shardings, sizes, (abstract,)))
+    found = list(_init_state.programs(make, shardings, sizes, (abstract,)))
     memory = [program.memory_analysis() for _, program in found]
     own = sum(m.output_size_in_bytes for m in memory)
     numbers = own, max(sizes), max(m.temp_size_in_bytes for m in memory)

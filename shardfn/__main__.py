@@ -1,9 +1,9 @@
-"""`python -m shardfn`: see `shardfn._cli`, which needs the extra `cli`."""
+"""`python -m shardfn`: see `shardfn._api.cli`, which needs the extra `cli`."""
 
 import sys
 
 try:
-    from shardfn._cli import main
+    from shardfn._api.cli import main
 except ModuleNotFoundError as error:
     if error.name not in ("rich", "tyro"):
         raise

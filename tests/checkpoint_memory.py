@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 import shardfn
-from shardfn.checkpoint import Checkpoints
-from shardfn.export import write_safetensors
+from shardfn.storage.checkpoint import Checkpoints
+from shardfn.storage.safetensors import write_safetensors
 
 SHAPES = {
     "even": (1024, 1024, 8),

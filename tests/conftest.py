@@ -21,7 +21,7 @@ import jax
 import numpy as np
 import pytest
 
-from shardfn import targets
+from shardfn.analysis import targets
 
 jax.config.update("jax_num_cpu_devices", 8)
 # The persistent compilation cache stays off: a fresh clone starts with an empty one,

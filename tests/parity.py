@@ -16,8 +16,8 @@ from jax.sharding import AxisType, Mesh
 from programs._data import ROWS
 
 import shardfn
-from shardfn._compare import Snapshot, snapshot
 from shardfn.testing import assert_same
+from shardfn.testing._compare import Snapshot, snapshot
 
 STEPS = 5
 # Nearly every leaf of these small programs has more elements, and so is sharded.

@@ -19,7 +19,7 @@ from programs import gpt
 from programs._data import ROWS
 
 import shardfn
-from shardfn._hlo import HloCollective, read_collectives
+from shardfn.analysis._hlo import HloCollective, read_collectives
 
 # Collectives and sizes do not depend on LLVM: ask it for little.
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}

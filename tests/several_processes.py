@@ -20,9 +20,10 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
 import shardfn  # noqa: E402
-from shardfn import _compat, _processes, checkpoint  # noqa: E402
-from shardfn.checkpoint import Checkpoints  # noqa: E402
-from shardfn.export import write_safetensors  # noqa: E402
+from shardfn._core import compat, processes  # noqa: E402
+from shardfn.storage import checkpoint  # noqa: E402
+from shardfn.storage.checkpoint import Checkpoints  # noqa: E402
+from shardfn.storage.safetensors import write_safetensors  # noqa: E402
 
 ROWS = 8
 
@@ -91,7 +92,7 @@ def alone() -> dict[str, Any]:
             state = checkpoints.restore(state)
         found["alone"] = float(jnp.abs(step.unshard(state)["flat"]).sum())
         step(state, np.zeros((ROWS, 5), np.float32))
-    client = _compat.distributed_client()
+    client = compat.distributed_client()
     client.wait_at_barrier("all have come", 60_000)
     left = client.key_value_dir_get("shardfn")
     return found | {"left": [key for key, _ in left]}
@@ -120,7 +121,7 @@ def main() -> None:
     is_other = TASK == "differ" and INDEX == 1
     chosen = other_step if is_other else train_step
     step = shardfn.fully_shard(chosen, mesh, min_size=8)
-    _processes.WAIT_SECONDS = 60
+    processes.WAIT_SECONDS = 60
     try:
         found = train(step) | alone()
     except shardfn.ShardingError as error:

@@ -20,7 +20,7 @@ from plan_helpers import (
     shard_fn,
 )
 
-from shardfn import _carry
+from shardfn._propagation import loop_carries
 
 PARTS = 4
 STATE = {"up": (16, 32), "down": (32, 16)}
@@ -122,7 +122,7 @@ def test_gradients_that_scanned_layers_stack(
 
 def test_what_cannot_be_split_is_reduced_once(monkeypatch) -> None:
     """Each device holds the whole sum either way."""
-    monkeypatch.setattr(_carry, "LOOP_BYTES", 0)
+    monkeypatch.setattr(loop_carries, "LOOP_BYTES", 0)
 
     def biased(state, x):
         def loss_fn(state):
@@ -140,13 +140,13 @@ def test_what_cannot_be_split_is_reduced_once(monkeypatch) -> None:
 def test_auto_defers_what_is_small_together(monkeypatch) -> None:
     size = 2 * 16 * 32 * 4
     for limit, times in ((size, 1), (size - 1, PARTS)):
-        monkeypatch.setattr(_carry, "LOOP_BYTES", limit)
+        monkeypatch.setattr(loop_carries, "LOOP_BYTES", limit)
         case = sharded("auto", 4)
         assert sums(case, "up") == {("psum_scatter", "data"): times}
 
 
 def test_patterns_choose_and_leave_room_for_the_others(monkeypatch) -> None:
-    monkeypatch.setattr(_carry, "LOOP_BYTES", 16 * 32 * 4)
+    monkeypatch.setattr(loop_carries, "LOOP_BYTES", 16 * 32 * 4)
     case = sharded({"down": "defer"}, 4)
     assert sums(case, "up") == sums(case, "down") == {("psum_scatter", "data"): 1}
     case = sharded({"down": "scatter"}, 4)

@@ -19,8 +19,8 @@ from plan_helpers import (
 )
 from programs import gpt
 
-from shardfn import targets
-from shardfn._hlo import read_collectives, wire_bytes
+from shardfn.analysis import targets
+from shardfn.analysis._hlo import read_collectives, wire_bytes
 
 pytestmark = pytest.mark.standard_promotion
 

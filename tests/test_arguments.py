@@ -12,9 +12,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardfn
-from shardfn._arguments import abstract, batch_shardings, leaves_of, path_name
-from shardfn._padding import remember
-from shardfn._sharding import Axes, Split
+from shardfn._core.leaves import path_name
+from shardfn._core.sharding import Axes, Split
+from shardfn.storage._leaves import abstract, batch_shardings, leaves_of
+from shardfn.storage._padding import remember
 
 ONE = Axes(("data",), (8,))
 TWO = Axes(("replica", "data"), (2, 4))

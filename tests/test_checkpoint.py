@@ -22,8 +22,8 @@ from parity import make_mesh as _make_mesh
 from parity import quick_compiles as quick_compiles
 
 import shardfn
-from shardfn import _orbax, _uneven
-from shardfn.checkpoint import CheckpointError, Checkpoints
+from shardfn.storage import _orbax_handler, _padded_leaves
+from shardfn.storage.checkpoint import CheckpointError, Checkpoints
 from shardfn.testing import assert_same
 
 pytestmark = pytest.mark.standard_promotion
@@ -216,7 +216,7 @@ def test_a_checkpoint_that_was_not_finished_is_not_there(
         async def fail(*_):
             raise OSError("the disk is full")
 
-        monkeypatch.setattr(_orbax, "_write", fail)
+        monkeypatch.setattr(_orbax_handler, "_write", fail)
         checkpoints.save(2, state)
         with pytest.raises(OSError, match="the disk is full"):
             checkpoints.wait()
@@ -294,10 +294,15 @@ def test_halos_are_all_that_moves(steps) -> None:
     """No gather: only neighbours exchange less than an eighth of a shard."""
     step = steps["8"]
     stored = step.shard({"long": jnp.ones((61, 83))})["long"]
-    (leaf,) = _uneven.uneven([stored], [(61, 83)])
+    (leaf,) = _padded_leaves.uneven([stored], [(61, 83)])
     assert leaf.halo.size < stored.size / 8
     count = leaf.halo.shape[-1] // 8
-    text = _uneven._neighbour(stored.sharding, count).lower(stored).compile().as_text()
+    text = (
+        _padded_leaves._neighbour(stored.sharding, count)
+        .lower(stored)
+        .compile()
+        .as_text()
+    )
     assert "collective-permute" in text
     assert not any(op in text for op in ("all-gather", "all-reduce", "all-to-all"))
 

@@ -13,8 +13,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardfn
-from shardfn.checkpoint import Checkpoints
-from shardfn.export import write_safetensors
+from shardfn.storage.checkpoint import Checkpoints
+from shardfn.storage.safetensors import write_safetensors
 from shardfn.testing import assert_same
 
 pytestmark = pytest.mark.standard_promotion

@@ -14,8 +14,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from shardfn import targets
-from shardfn._cli import main
+from shardfn._api.cli import main
+from shardfn.analysis import targets
 
 ROOT = Path(__file__).parents[1]
 H100 = "h100:8"
@@ -198,7 +198,7 @@ def test_help_and_unknown_commands(capsys) -> None:
 
 def test_missing_packages_name_the_extra(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "tyro", None)
-    monkeypatch.delitem(sys.modules, "shardfn._cli")
+    monkeypatch.delitem(sys.modules, "shardfn._api.cli")
     with pytest.raises(SystemExit) as caught:
         runpy.run_module("shardfn", run_name="__main__")
     assert str(caught.value) == (

@@ -27,7 +27,7 @@ from plan_helpers import (
 )
 from programs import gpt
 
-from shardfn._hlo import read_collectives, wire_bytes
+from shardfn.analysis._hlo import read_collectives, wire_bytes
 
 pytestmark = pytest.mark.standard_promotion
 

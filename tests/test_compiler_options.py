@@ -8,8 +8,13 @@ import pytest
 from jax.sharding import AxisType
 
 import shardfn
-from shardfn import _compiler_options
-from shardfn._compiler_options import Option, compiler_options, refusal, set_elsewhere
+from shardfn._lowering import xla_options
+from shardfn._lowering.xla_options import (
+    Option,
+    compiler_options,
+    refusal,
+    set_elsewhere,
+)
 
 LIMIT = "xla_gpu_experimental_parallel_collective_overlap_limit"
 HIDING = ("xla_gpu_enable_latency_hiding_scheduler", True)
@@ -41,8 +46,8 @@ def compiler(monkeypatch):
                     return f"No such compile option: '{name}'"
             return ""
 
-        monkeypatch.setattr(_compiler_options, "refusal", refusal)
-        monkeypatch.setattr(_compiler_options, "OPTIONS", table)
+        monkeypatch.setattr(xla_options, "refusal", refusal)
+        monkeypatch.setattr(xla_options, "OPTIONS", table)
 
     return make
 

@@ -12,13 +12,18 @@ import pytest
 from messages import all_messages
 
 import shardfn
-import shardfn.checkpoint
-import shardfn.export
-import shardfn.targets
+import shardfn.analysis.targets
+import shardfn.storage.checkpoint
+import shardfn.storage.safetensors
 import shardfn.testing
 
 # Modules that are imported by their name: what they define is public too.
-MODULES = shardfn.checkpoint, shardfn.export, shardfn.testing, shardfn.targets
+MODULES = (
+    shardfn.storage.checkpoint,
+    shardfn.storage.safetensors,
+    shardfn.testing,
+    shardfn.analysis.targets,
+)
 
 
 def public_names() -> Iterator[tuple[str, object]]:
@@ -28,7 +33,8 @@ def public_names() -> Iterator[tuple[str, object]]:
             yield f"shardfn.{name}", value
     for module in MODULES:
         for name, value in vars(module).items():
-            if getattr(value, "__module__", "") == module.__name__ and name[0] != "_":
+            made_in = getattr(value, "__module__", "") or ""
+            if made_in.startswith(module.__name__) and name[0] != "_":
                 yield f"{module.__name__}.{name}", value
 
 
@@ -37,7 +43,7 @@ PUBLIC = {name.rpartition(".")[2]: value for name, value in QUALIFIED.items()}
 
 
 # Their methods are what people call with arrays; those of rules are one line each.
-STEPS = shardfn.ShardedStep, shardfn.LocalStep, shardfn.checkpoint.Checkpoints
+STEPS = shardfn.ShardedStep, shardfn.LocalStep, shardfn.storage.checkpoint.Checkpoints
 
 
 def functions() -> Iterator[tuple[str, Callable]]:
@@ -101,13 +107,15 @@ def modules_with_examples() -> list[str]:
 
 
 def test_fully_shard_has_an_example() -> None:
-    assert "shardfn._fully_shard" in modules_with_examples()
+    assert "shardfn._api.fully_shard" in modules_with_examples()
 
 
 @pytest.mark.parametrize("name", modules_with_examples())
 def test_examples_run(name: str) -> None:
     assert jax.device_count() == 8
-    if name == "shardfn.targets" and (reason := shardfn.targets.missing("h100:8")):
+    if name == "shardfn.analysis.targets" and (
+        reason := shardfn.analysis.targets.missing("h100:8")
+    ):
         pytest.skip(reason)
     failed, tried = doctest.testmod(import_module(name))
     assert tried and not failed

@@ -15,7 +15,7 @@ import pytest
 from safetensors import deserialize, safe_open
 
 import shardfn
-from shardfn.export import DTYPES, ExportError, write_safetensors
+from shardfn.storage.safetensors import DTYPES, ExportError, write_safetensors
 
 SHAPES = {
     "even": (16, 6),
@@ -110,7 +110,7 @@ def test_a_file_that_cannot_be_finished_is_not_there(monkeypatch, tmp_path) -> N
     def full(*_):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("shardfn.export._header", full)
+    monkeypatch.setattr("shardfn.storage.safetensors._header", full)
     with pytest.raises(OSError, match="no space left on device"):
         write_safetensors(path, {"a": jnp.zeros(3)})
     assert_file(path, {"a": np.ones(3, np.float32)})

@@ -10,8 +10,8 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardfn import targets
-from shardfn._hlo import (
+from shardfn.analysis import targets
+from shardfn.analysis._hlo import (
     HloCollective,
     overlapped_bytes,
     read_collectives,

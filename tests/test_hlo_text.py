@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardfn._hlo import overlapped_bytes, read_collectives, wire_bytes
+from shardfn.analysis._hlo import overlapped_bytes, read_collectives, wire_bytes
 
 ALL = "replica_groups={{0,1,2,3,4,5,6,7}}"
 EIGHT = (tuple(range(8)),)

@@ -14,9 +14,10 @@ from parity import quick_compiles as quick_compiles
 from plan_helpers import Sharded, cpu_mesh, emitted_moves, planned_moves
 
 import shardfn
-from shardfn import _schedule, targets
-from shardfn._plan import Apply, Ref, Reshard, Step, reads
-from shardfn._sharding import Split, Unreduced
+from shardfn._core.plan import Apply, Ref, Reshard, Step, reads
+from shardfn._core.sharding import Split, Unreduced
+from shardfn._schedule import pipeline
+from shardfn.analysis import targets
 from shardfn.testing import assert_parity
 
 LAYERS, WIDTH, HIDDEN = 4, 256, 1024
@@ -258,7 +259,7 @@ def test_loops_inside_unrolled_layers_wait_for_nothing() -> None:
 
 
 def unheld(monkeypatch) -> None:
-    monkeypatch.setattr(_schedule, "hold", lambda program, body, axes: body)
+    monkeypatch.setattr(pipeline, "hold", lambda program, body, axes: body)
 
 
 @pytest.mark.standard_promotion

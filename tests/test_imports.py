@@ -1,10 +1,11 @@
-"""In: the text of the package. Out: imports go one way, and JAX's versions and private
-modules are known in one place.
+"""In: the text of the package. Out: packages import one way, and JAX's versions and
+private modules are known in one place.
 """
 
 import ast
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -13,102 +14,18 @@ import shardfn
 
 ROOT = Path(shardfn.__file__).parent
 
-# Each module imports only from those above it.
-ORDER = """
-    _compat
-    _errors
-    _processes
-    _compiler_options
-    _control
-    _sharding
-    _auto
-    _constrain
-    _rule
-    _rules._names _rules.elementwise _rules.shape _rules.windows
-    _rules.cast _rules.contraction _rules.indexing _rules.linalg _rules.random
-    _rules.reduction _rules.reshape _rules.sorting
-    _rules
-    _padding
-    _uneven_batch
-    _arguments
-    _partition
-    _meshes
-    _storage
-    _per_device
-    _trace
-    _counting
-    _looks
-    _program
-    _phase
-    _leaves
-    _fold
-    _reshard
-    _hlo.parse _hlo.groups _hlo.collective _hlo.loops _hlo.collectives
-    _hlo
-    _hlo.cost _hlo.live _hlo.timeline _flops
-    _gpus targets
-    _plan
-    _plan_table
-    _verification
-    _verify
-    _want
-    _decide
-    _carry
-    _rows
-    _control_flow
-    _review
-    _split_again
-    _settle
-    _steps
-    _propagate
-    _auto_plan
-    _wire
-    _widen
-    _schedule._origin
-    _schedule._bodies
-    _schedule._bucket
-    _schedule._hoist _schedule._keep _schedule._order _schedule._pace
-    _schedule._hold _schedule._prefetch _schedule._share
-    _schedule
-    _fingerprint
-    _describe
-    _collectives
-    _barrier
-    _custom
-    _extreme
-    _scan_ahead
-    _emit_op
-    _emit_move
-    _emit
-    _planner
-    _mentions _named
-    _plain_step
-    _ready
-    _on_mesh
-    _programs
-    _report
-    _compile_for
-    _page
-    _init
-    _sharded_step
-    _local_step
-    _options
-    _fully_shard
-    __init__
-    _cli
-    __main__
-    _compare _rounding testing
-    _pieces _uneven _orbax _watched _on_disk checkpoint
-    export
-""".split()
+ORDER = (
+    ("_core",),
+    ("rules", "_trace", "_propagation", "_schedule", "storage", "analysis"),
+    ("_lowering",),
+    ("_api",),
+    ("testing",),
+)
+"""The packages, in floors: each imports only from floors above its own. The root's own
+files, `__init__` and `__main__`, import from all."""
 
-# Plans and reports print themselves with modules that read them: imported for that.
-LATE = {
-    ("_plan", "_plan_table"),
-    ("_plan", "_verify"),
-    ("_plan", "_verification"),
-    ("_report", "_page"),
-}
+ENTRIES = 13
+"""What a look into the package's folder shows at most."""
 
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts): path
@@ -121,18 +38,15 @@ MODULES = {
 
 
 def imported(name: str) -> Iterator[str]:
-    """Modules of the package that module `name` imports, inside functions too."""
-    package = name if FILES.get(f"{name}.__init__") else name.rpartition(".")[0]
+    """Modules of the package that module `name` imports."""
     for node in ast.walk(MODULES[name]):
         if isinstance(node, ast.Import):
             found = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{name}:{node.lineno}: write the package's name"
             base = node.module or ""
-            if node.level:
-                parents = ["shardfn", *package.split(".")] if package else ["shardfn"]
-                parents = parents[: len(parents) - node.level + 1]
-                base = ".".join([*parents, *filter(None, [base])])
-            # `from shardfn import _compat` imports a module, `... import Axes` a name.
+            # `from shardfn._core import compat` imports a module, `... import Axes` a
+            # name.
             found = [f"{base}.{alias.name}" for alias in node.names]
             found = [f if module_of(f) in MODULES else base for f in found]
         else:
@@ -146,29 +60,68 @@ def module_of(dotted: str) -> str:
     return dotted.removeprefix("shardfn").removeprefix(".") or "__init__"
 
 
-def test_every_module_has_its_place() -> None:
-    assert len(ORDER) == len(set(ORDER))
-    assert set(ORDER) - set(MODULES) == set(), "listed, but not there"
-    assert set(MODULES) - set(ORDER) == set(), "give new modules a place in ORDER"
+def package_of(module: str) -> str:
+    return module.split(".")[0]
 
 
-def test_imports_go_one_way() -> None:
+def floor_of(package: str) -> int:
+    return next(i for i, floor in enumerate(ORDER) if package in floor)
+
+
+def test_the_folder_shows_the_pipeline() -> None:
+    shown = {path.name for path in ROOT.iterdir() if path.name != "__pycache__"}
+    packages = {name for floor in ORDER for name in floor}
+    assert {name for name in shown if (ROOT / name).is_dir()} == packages
+    assert len(shown) <= ENTRIES
+
+
+def test_packages_import_only_from_floors_above() -> None:
     wrong = [
         f"{name} imports {other}"
-        for i, name in enumerate(ORDER)
+        for name in MODULES
+        if "." in name or (ROOT / name).is_dir()
         for other in imported(name)
-        if other not in ORDER[:i] and (name, other) not in LATE
+        if package_of(name) != package_of(other)
+        and floor_of(package_of(other)) >= floor_of(package_of(name))
     ]
     assert wrong == []
 
 
+def test_no_circle_within_a_package() -> None:
+    graph = {
+        name: {other for other in imported(name) if other != package_of(name)}
+        for name in MODULES
+    }
+    list(TopologicalSorter(graph).static_order())  # raises CycleError, with the circle
+
+
+def test_nothing_is_imported_inside_a_function() -> None:
+    """Such an import hides an arrow; only what an extra brings may be imported late."""
+    late = [
+        f"{name}:{node.lineno}"
+        for name, tree in MODULES.items()
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        and "shardfn" in ast.unparse(node)
+    ]
+    assert late == []
+
+
+@pytest.mark.parametrize("package", [name for floor in ORDER for name in floor])
+def test_every_package_says_what_goes_in_and_out(package: str) -> None:
+    text = ast.get_docstring(MODULES[package]) or ""
+    assert "In: " in text and "Out: " in text and "mports" in text
+
+
 def test_imports_are_found() -> None:
-    """Guards the two tests above: all three ways to write an import are read."""
-    assert "_compat" in imported("_partition"), "from shardfn import _compat"
-    assert "_sharding" in imported("_partition"), "from shardfn._sharding import ..."
-    assert "_gpus" in imported("targets"), "from ._gpus import ..."
-    assert "_schedule._share" in imported("_schedule")
-    assert "_plan_table" in imported("_plan"), "inside a function"
+    """Guards the tests above: both ways to write an import are read."""
+    assert "_core.compat" in imported("storage._layout"), (
+        "from shardfn._core import ..."
+    )
+    assert "_core.sharding" in imported("storage._layout"), "... import Axes"
+    assert "analysis._gpus" in imported("analysis.targets")
 
 
 def private_jax(tree: ast.Module) -> Iterator[int]:
@@ -202,7 +155,7 @@ def version_branches(tree: ast.Module) -> Iterator[int]:
 @pytest.mark.parametrize("find", [private_jax, version_branches])
 def test_only_compat_knows_jax_versions_and_private_modules(find) -> None:
     found = {name: list(find(tree)) for name, tree in MODULES.items()}
-    assert found.pop("_compat"), f"{find.__name__} finds what is there"
+    assert found.pop("_core.compat"), f"{find.__name__} finds what is there"
     assert {name: lines for name, lines in found.items() if lines} == {}
 
 

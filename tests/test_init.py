@@ -14,7 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from parity import make_mesh
 
 import shardfn
-from shardfn import _init, targets
+from shardfn.analysis import targets
+from shardfn.storage import _init_state
 from shardfn.testing import assert_same
 
 pytestmark = pytest.mark.standard_promotion
@@ -75,9 +76,9 @@ def test_every_mesh_makes_the_same_bits(name, whole) -> None:
 
 def test_leaves_that_are_made_one_after_the_other(whole, monkeypatch) -> None:
     answers = iter([3 * 10**9])
-    monkeypatch.setattr(_init, "_temporary", lambda program: next(answers, 0))
-    monkeypatch.setattr(_init, "SMALL", 10**9)
-    compiled = _init.programs
+    monkeypatch.setattr(_init_state, "_temporary", lambda program: next(answers, 0))
+    monkeypatch.setattr(_init_state, "SMALL", 10**9)
+    compiled = _init_state.programs
     counts = []
 
     def counted(*args):
@@ -85,7 +86,7 @@ def test_leaves_that_are_made_one_after_the_other(whole, monkeypatch) -> None:
             counts.append(len(chosen))
             yield chosen, program
 
-    monkeypatch.setattr(_init, "programs", counted)
+    monkeypatch.setattr(_init_state, "programs", counted)
     step = step_on(make_mesh("8"))
     made = step.init(create, KEY)
     assert len(counts) == 3 and sum(counts) == len(jax.tree.leaves(whole))
@@ -99,7 +100,7 @@ def memory(step: shardfn.ShardedStep, init) -> list[tuple[int, int, int]]:
     leaves, _ = storage.leaves((jax.eval_shape(init, KEY),))
     replicated = NamedSharding(storage.mesh, PartitionSpec())
     key = jax.ShapeDtypeStruct((), KEY.dtype, sharding=replicated)
-    found = _init.programs(*storage.stored_init(init, leaves), (key,))
+    found = _init_state.programs(*storage.stored_init(init, leaves), (key,))
     numbers = ((len(chosen), program.memory_analysis()) for chosen, program in found)
     return [(n, m.output_size_in_bytes, m.temp_size_in_bytes) for n, m in numbers]
 
@@ -116,7 +117,7 @@ LEAF = 4 * 512 * 257
 
 @pytest.mark.parametrize("where", ["cpu", aot("h100:8")])
 def test_a_device_holds_its_shards_and_the_largest_leaf(where, monkeypatch) -> None:
-    monkeypatch.setattr(_init, "SMALL", 0)
+    monkeypatch.setattr(_init_state, "SMALL", 0)
     mesh = make_mesh("8") if where == "cpu" else targets.mesh(where, ("data",), None)
     step = step_on(mesh)
     found = memory(step, random)
@@ -130,7 +131,7 @@ def test_a_device_holds_its_shards_and_the_largest_leaf(where, monkeypatch) -> N
 @pytest.mark.parametrize("where", ["cpu", aot("h100:8")])
 def test_leaves_that_are_made_whole_are_made_one_by_one(where, monkeypatch) -> None:
     """A decomposition is not made in parts, and needs room of its own."""
-    monkeypatch.setattr(_init, "SMALL", 0)
+    monkeypatch.setattr(_init_state, "SMALL", 0)
     mesh = make_mesh("8") if where == "cpu" else targets.mesh(where, ("data",), None)
     found = memory(step_on(mesh), orthogonal)
     assert [n for n, *_ in found] == [1, 1, 1]

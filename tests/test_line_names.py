@@ -11,7 +11,7 @@ import pytest
 from plan_helpers import Sharded, cpu_mesh, shard_fn, shard_gpt, walk
 from programs import gpt
 
-from shardfn import _compat
+from shardfn._core import compat
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -22,7 +22,7 @@ def emitted_names(sharded: Sharded) -> Counter[tuple[str, int]]:
     """Runs per step by line name and elements of the larger side."""
     found: Counter[tuple[str, int]] = Counter()
     for eqn, times, _ in walk(sharded.jaxpr):
-        names = re.findall(r"shardfn[\d.]+", _compat.name_stack(eqn))
+        names = re.findall(r"shardfn[\d.]+", compat.name_stack(eqn))
         if re.match("all_gather|reduce_scatter|psum|all_to_all", eqn.primitive.name):
             (name,) = names
             sizes = (math.prod(a.aval.shape) for a in (*eqn.invars, *eqn.outvars))

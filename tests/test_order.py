@@ -12,8 +12,8 @@ from layered import LAYERS, ROWS, UNROLLED, train
 from parity import quick_compiles as quick_compiles
 from plan_helpers import cpu_mesh, emitted_moves, planned_moves, run, shard_fn
 
-from shardfn import targets
-from shardfn._plan import Apply, Reshard
+from shardfn._core.plan import Apply, Reshard
+from shardfn.analysis import targets
 
 
 def gathers_of(step: Any) -> list[Reshard]:

@@ -14,10 +14,10 @@ from plan_helpers import cpu_mesh, emitted_moves, planned_moves, shard_fn
 from test_reshard_after_forward import ROWS, UNROLLED, run
 from test_reshard_after_forward import train as tiny
 
-from shardfn import targets
-from shardfn._plan import Apply, BodyPlan, Ref, Reshard
-from shardfn._schedule import _pace
-from shardfn._sharding import Unreduced
+from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard
+from shardfn._core.sharding import Unreduced
+from shardfn._schedule import chain_reduce_scatters
+from shardfn.analysis import targets
 
 LAYERS, WIDTH, HIDDEN = 4, 1024, 4096
 LAYER = {"up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH), "bias": (HIDDEN,)}
@@ -84,7 +84,7 @@ def test_without_remat_activations_outweigh_gradients() -> None:
 def test_the_order_changes_no_bit(monkeypatch) -> None:
     results = []
     for least in (0, 2**40):
-        monkeypatch.setattr(_pace, "PACE_BYTES", least)
+        monkeypatch.setattr(chain_reduce_scatters, "PACE_BYTES", least)
         exact = {"xla_allow_excess_precision": False}
         options = dict(compiler_options=exact)
         case = shard_fn(tiny("unrolled_remat"), cpu_mesh(4), UNROLLED, ROWS, **options)

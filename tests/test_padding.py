@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 from parity import quick_compiles as quick_compiles
 
-from shardfn._padding import (
+from shardfn._core.sharding import (
+    Axes,
+    Sharding,
+    Split,
+    flat,
+    partition_spec,
+    stored_shape,
+)
+from shardfn.storage._padding import (
     is_inside,
     logical_shape,
     remember,
@@ -19,7 +27,6 @@ from shardfn._padding import (
     to_whole,
     zero_padding,
 )
-from shardfn._sharding import Axes, Sharding, Split, flat, partition_spec, stored_shape
 
 AXES = Axes(("replica", "data"), (2, 4))
 
@@ -145,7 +152,7 @@ def test_a_logical_shape_is_that_of_one_array() -> None:
 
 def test_a_logical_shape_dies_with_its_array() -> None:
     """Arrays get the `id` of dead ones; none may get their shape."""
-    from shardfn import _padding
+    from shardfn.storage import _padding
 
     gc.collect()
     before = len(_padding._logical)

@@ -13,8 +13,8 @@ from parity import make_mesh, shard_program
 from parity import quick_compiles as quick_compiles
 
 import shardfn
-from shardfn._compare import snapshot
 from shardfn.testing import assert_same
+from shardfn.testing._compare import snapshot
 
 pytestmark = pytest.mark.standard_promotion
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shardfn._partition import choose_dim, partition, stacked_leaves
-from shardfn._sharding import Axes, Split, flat, local_shape
+from shardfn._core.sharding import Axes, Split, flat, local_shape
+from shardfn.storage._layout import choose_dim, partition, stacked_leaves
 
 MIN_SIZE = 2**14
 

@@ -15,7 +15,7 @@ from jax import lax
 from parity import quick_compiles as quick_compiles
 
 import shardfn
-from shardfn._mentions import mentions
+from shardfn._api.names_in_code import mentions
 
 AXES = ("replica", "data")
 

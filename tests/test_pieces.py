@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from shardfn._pieces import chunks_of, pieces, runs
+from shardfn.storage._boxes import chunks_of, pieces, runs
 
 RANDOM = [random.Random(seed) for seed in range(200)]
 

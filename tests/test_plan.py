@@ -14,8 +14,8 @@ from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec as P
 
 import shardfn
-from shardfn import _propagate
-from shardfn._plan_table import size_text
+from shardfn._propagation import propagate
+from shardfn.analysis._text import size_text
 
 STATE = {"w1": (16, 32), "b1": (32,), "w2": (32, 8)}
 BATCH = (16, 16), (16, 8)
@@ -283,7 +283,7 @@ def test_bodies_are_part_of_the_program() -> None:
 def test_equal_layers_are_decided_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """So planning twice as many takes no more decisions, and visits each twice."""
     asked, decided = 0, 0
-    decide, op = _propagate._Body.decide, _propagate._Body.op
+    decide, op = propagate._Body.decide, propagate._Body.op
 
     def counting_decide(*args):
         nonlocal asked
@@ -295,8 +295,8 @@ def test_equal_layers_are_decided_once(monkeypatch: pytest.MonkeyPatch) -> None:
         decided += 1
         return op(*args)
 
-    monkeypatch.setattr(_propagate._Body, "decide", counting_decide)
-    monkeypatch.setattr(_propagate._Body, "op", counting_op)
+    monkeypatch.setattr(propagate._Body, "decide", counting_decide)
+    monkeypatch.setattr(propagate._Body, "op", counting_op)
 
     def step(layers, x):
         def loss_fn(layers):

@@ -23,7 +23,7 @@ from plan_helpers import (
     walk,
 )
 
-from shardfn import targets
+from shardfn.analysis import targets
 
 
 def sharded(kind: str, prefetch: Any, **options: Any) -> Sharded:

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from jax import lax
 
-from shardfn._phase import BACKWARD, FORWARD, UPDATE, last_phase, node_phases
-from shardfn._program import ZERO, Node, Program, make_program
+from shardfn._core.phases import BACKWARD, FORWARD, UPDATE, last_phase, node_phases
+from shardfn._core.program import ZERO, Node, Program
+from shardfn._trace.jaxpr_to_program import make_program
 
 X = np.ones((4, 4), np.float32)
 

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from plan_helpers import cpu_mesh
 
 import shardfn
-from shardfn._sharded_step import ShardedStep
+from shardfn._api.sharded_step import ShardedStep
 
 X = np.ones((16, 4), np.float32)
 

@@ -12,15 +12,14 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from parity import quick_compiles as quick_compiles
 
-from shardfn._collectives import run_move
-from shardfn._reshard import (
+from shardfn._core.resharding import (
     can_split,
     move_elements,
     move_of,
     reshard_path,
     wire_elements,
 )
-from shardfn._sharding import (
+from shardfn._core.sharding import (
     Axes,
     Sharding,
     Split,
@@ -33,6 +32,7 @@ from shardfn._sharding import (
     stored_shape,
     viewed,
 )
+from shardfn._lowering.collectives import run_move
 
 AXES = Axes(("replica", "data"), (2, 4))
 THREE = Axes(("pod", "replica", "data"), (2, 2, 3))

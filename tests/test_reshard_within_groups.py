@@ -22,9 +22,9 @@ from plan_helpers import (
 )
 
 import shardfn
-from shardfn import targets
-from shardfn._control import make_control
-from shardfn._sharding import Axes
+from shardfn._core.leaf_options import make_control
+from shardfn._core.sharding import Axes
+from shardfn.analysis import targets
 
 # Else XLA leaves out roundings to bfloat16 that it sees, and it sees other ones.
 EXACT = {"xla_allow_excess_precision": False}

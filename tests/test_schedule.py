@@ -13,15 +13,17 @@ from jax import lax
 from parity import quick_compiles as quick_compiles
 
 import shardfn
-from shardfn import _planner
-from shardfn._control import Control
-from shardfn._plan import Apply, BodyPlan, Ref, Reshard
-from shardfn._program import Node, Program, make_program
-from shardfn._propagate import propagate
-from shardfn._schedule import _hoist, schedule
-from shardfn._schedule._hoist import hoist
-from shardfn._schedule._share import gathered_bytes, share
-from shardfn._sharding import Axes, Sharding, Split
+from shardfn._api import planner
+from shardfn._core.leaf_options import Control
+from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard
+from shardfn._core.program import Node, Program
+from shardfn._core.sharding import Axes, Sharding, Split
+from shardfn._propagation.propagate import propagate
+from shardfn._schedule import loop_invariants
+from shardfn._schedule.loop_invariants import hoist
+from shardfn._schedule.pipeline import schedule
+from shardfn._schedule.share_gathers import gathered_bytes, share
+from shardfn._trace.jaxpr_to_program import make_program
 
 AXES = Axes(("data",), (4,))
 STORED: Sharding = (Split(0, stored=True),)
@@ -79,9 +81,9 @@ def test_all_constants_of_a_loop_leave_it_together() -> None:
 def test_big_constants_stay_in_the_loop(monkeypatch) -> None:
     program, plan = planned(recurrent, *WEIGHTS)
     bytes_of_both = 2 * 16 * 16 * 4
-    monkeypatch.setattr(_hoist, "LOOP_BYTES", bytes_of_both)
+    monkeypatch.setattr(loop_invariants, "LOOP_BYTES", bytes_of_both)
     assert len(hoisted(program, plan)[0]) == 2
-    monkeypatch.setattr(_hoist, "LOOP_BYTES", bytes_of_both - 1)
+    monkeypatch.setattr(loop_invariants, "LOOP_BYTES", bytes_of_both - 1)
     moves, after = hoisted(program, plan)
     assert moves == [], "neither leaves if both together are too big"
     assert len(reshards(after.bodies[0])) == 2
@@ -316,7 +318,7 @@ def test_schedule_changes_no_bit(loss_fn, monkeypatch) -> None:
     mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
     results, bodies = [], []
     for passes in (schedule, lambda program, body, control, axes: body):
-        monkeypatch.setattr(_planner, "schedule", passes)
+        monkeypatch.setattr(planner, "schedule", passes)
         run = shardfn.fully_shard(step, mesh, min_size=8)
         state, trail = run.shard(make_state()), []
         bodies.append(run.plan(state, x).body)

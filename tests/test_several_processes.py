@@ -18,8 +18,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from shardfn import ShardingError, _compat, _processes, _watched
-from shardfn.checkpoint import Checkpoints
+from shardfn import ShardingError
+from shardfn._core import compat, processes
+from shardfn.storage import _write_failures
+from shardfn.storage.checkpoint import Checkpoints
 
 PROGRAM = Path(__file__).with_name("several_processes.py")
 SECONDS = 240
@@ -113,10 +115,10 @@ def test_one_that_does_not_come_is_not_waited_for_in_vain(monkeypatch) -> None:
         def wait_at_barrier(self, name: str, milliseconds: int) -> None:
             raise TimeoutError(name)
 
-    monkeypatch.setattr(_processes, "count", lambda: 2)
-    monkeypatch.setattr(_compat, "distributed_client", Alone)
+    monkeypatch.setattr(processes, "count", lambda: 2)
+    monkeypatch.setattr(compat, "distributed_client", Alone)
     with pytest.raises(ShardingError) as error:
-        _processes.meet("compiled the step")
+        processes.meet("compiled the step")
     first, *_, last = str(error.value).splitlines()
     assert first == (
         "process 0 has compiled the step, and another one has not in 600 s."
@@ -133,12 +135,12 @@ def test_a_write_that_fails_ends_the_wait_for_the_others() -> None:
 
     def fail() -> None:
         with contextlib.suppress(OSError):
-            _watched.Watched(Full(), failures).result()
+            _write_failures.Watched(Full(), failures).result()
 
     threading.Timer(0.2, fail).start()
     with pytest.raises(OSError, match="the disk is full"):
-        _watched.wait(others.wait, failures)
+        _write_failures.wait(others.wait, failures)
     others.set()
-    _watched.wait(lambda: None, [])
+    _write_failures.wait(lambda: None, [])
     with pytest.raises(ZeroDivisionError):
-        _watched.wait(lambda: 1 / 0, [])
+        _write_failures.wait(lambda: 1 / 0, [])

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from shardfn._sharding import (
+from shardfn._core.sharding import (
     Axes,
     Sharding,
     Split,

@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 from parity import quick_compiles as quick_compiles
 
 import shardfn
-from shardfn._padding import logical_shape
-from shardfn._sharding import local_shape
+from shardfn._core.sharding import local_shape
+from shardfn.storage._padding import logical_shape
 
 # Stored over 8 devices: as it is, padded in one dimension, flattened, flattened layer
 # by layer, replicated.

@@ -10,8 +10,8 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardfn import targets
-from shardfn._hlo import read_collectives
+from shardfn.analysis import targets
+from shardfn.analysis._hlo import read_collectives
 
 KNOWN = (
     "GPUs: a100, h100, h200, b200; TPUs: v5e, v5p, v6e.\n"

@@ -28,8 +28,8 @@ from plan_helpers import (
 from programs import Program, gpt
 
 import shardfn
-from shardfn import targets
-from shardfn._hlo import HloCollective, read_collectives
+from shardfn.analysis import targets
+from shardfn.analysis._hlo import HloCollective, read_collectives
 from shardfn.testing import assert_same
 
 pytestmark = pytest.mark.standard_promotion

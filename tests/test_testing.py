@@ -15,8 +15,8 @@ from parity import make_mesh
 from parity import quick_compiles as quick_compiles
 
 import shardfn
-from shardfn._rounding import rounded_otherwise
 from shardfn.testing import assert_parity, assert_same
+from shardfn.testing._rounding_noise import rounded_otherwise
 
 X = np.random.default_rng(0).standard_normal((16, 7), dtype=np.float32)
 
@@ -105,7 +105,7 @@ def test_rounding_may_decide_a_leaf(rule, monkeypatch) -> None:
     assert lines[2].endswith("or give patterns of these leaves as ignore.")
     assert caught[0].filename == __file__
     assert_parity(*arguments, ignore=["^bias$"])
-    monkeypatch.setattr("shardfn._rounding.TRIALS", 0)
+    monkeypatch.setattr("shardfn.testing._rounding_noise.TRIALS", 0)
     with pytest.raises(AssertionError, match="leaf bias "):
         assert_parity(*arguments)
 
@@ -141,7 +141,7 @@ def test_no_leaf_of_zeros_goes_unseen(by: float, monkeypatch) -> None:
     unshard = shardfn.ShardedStep.unshard
     monkeypatch.setattr(shardfn.ShardedStep, "unshard", zeroed)
     monkeypatch.setattr(
-        "shardfn.testing.noise", lambda *args: {"b": by, "w": 0.0, "loss": 0.0}
+        "shardfn.testing.parity.noise", lambda *args: {"b": by, "w": 0.0, "loss": 0.0}
     )
     failed = pytest.raises(AssertionError, match=r"leaf b .*error 1\.00e\+00 > 4e-01")
     listed = pytest.warns(UserWarning, match=r"on one device: b \(by 3e-01\)\. All")

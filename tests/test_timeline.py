@@ -11,12 +11,12 @@ import pytest
 from jax import lax
 from test_hlo_text import ADD, module
 
-from shardfn import targets
-from shardfn._flops import Flops, count_flops
-from shardfn._hlo.cost import cost_of
-from shardfn._hlo.live import live_bytes
-from shardfn._hlo.parse import parse_module
-from shardfn._hlo.timeline import Rates, play
+from shardfn.analysis import targets
+from shardfn.analysis._flops import Flops, count_flops
+from shardfn.analysis._hlo.cost import cost_of
+from shardfn.analysis._hlo.live import live_bytes
+from shardfn.analysis._hlo.parse import parse_module
+from shardfn.analysis._hlo.timeline import Rates, play
 
 GROUPS = "replica_groups={{0,1,2,3,4,5,6,7}}"
 

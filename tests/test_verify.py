@@ -14,7 +14,8 @@ from jax import lax
 from plan_helpers import CPU_MERGES_GATHERS, QUICK, Sharded, cpu_mesh, shard_fn
 
 import shardfn
-from shardfn import _emit, targets
+from shardfn._lowering import interpreter
+from shardfn.analysis import targets
 
 LAYERS, WIDTH, ROWS = 3, 64, 16
 
@@ -224,7 +225,7 @@ def test_a_collective_of_another_kind_is_told_by_its_name(loop) -> None:
 
 def without_barriers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Emits plans without what keeps a repeated gather apart from the first."""
-    monkeypatch.setattr(_emit, "barrier", lambda *values: values)
+    monkeypatch.setattr(interpreter, "barrier", lambda *values: values)
 
 
 @pytest.mark.parametrize("name", ["cpu", aot("h100:8"), aot("tpu:v5e:2x4")])

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 
 import shardfn
-from shardfn._plan import Plan, Ref, Reshard
+from shardfn._core.plan import Ref, Reshard
+from shardfn.analysis.plan import Plan
 
 HERE = Path(__file__).parent
 STYLE = """

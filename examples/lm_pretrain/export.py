@@ -18,7 +18,7 @@ from saving import SaveError, read_last
 from step import train_step
 
 import shardfn
-from shardfn.export import dotted, write_safetensors
+from shardfn.storage.safetensors import dotted, write_safetensors
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ import jax
 from config import ModelConfig
 from models import count_parameters
 
-from shardfn.targets import target
+from shardfn.analysis.targets import target
 
 # As `device_kind` writes them. None of these names is part of another.
 CHIPS = {

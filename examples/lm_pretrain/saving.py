@@ -21,7 +21,7 @@ from jax.experimental import multihost_utils
 from machine import Machine
 
 import shardfn
-from shardfn.checkpoint import Checkpoints
+from shardfn.storage.checkpoint import Checkpoints
 
 SAME = ("--model", "--optimizer", "--data", "--batch-size", "--seed")
 """What a run has to go on with."""

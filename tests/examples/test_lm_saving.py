@@ -22,7 +22,7 @@ from metrics import Metrics
 from saving import SaveError, check_same, complete, is_of_files
 from train import main
 
-from shardfn.checkpoint import CheckpointError, Checkpoints
+from shardfn.storage.checkpoint import CheckpointError, Checkpoints
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "lm_pretrain" / "train.py"

@@ -13,7 +13,7 @@ from operations import RUN, TABLE
 from parity import make_mesh
 
 import shardfn
-from shardfn._compare import snapshot
+from shardfn.testing._compare import snapshot
 
 TOL = 1e-4
 NUDGE = 1e-6

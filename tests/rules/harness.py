@@ -17,9 +17,9 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 from jax.sharding import PartitionSpec as P
 
-import shardfn._rules  # noqa: F401
-from shardfn._compat import CUSTOM, inlined_body, open_jaxpr, varying_axes
-from shardfn._rule import (
+import shardfn.rules  # noqa: F401
+from shardfn._core.compat import CUSTOM, inlined_body, open_jaxpr, varying_axes
+from shardfn._core.op_sharding_rule import (
     LocalOp,
     OpShardingRule,
     rule_of,

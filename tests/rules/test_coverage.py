@@ -5,9 +5,9 @@ import jax.extend.random
 import pytest
 from jax.extend.core import Primitive, primitives
 
-import shardfn._compat
-import shardfn._rules
-from shardfn._rule import _registry
+import shardfn._core.compat
+import shardfn.rules
+from shardfn._core.op_sharding_rule import _registry
 
 CONTROL_FLOW = "recursed into, its body has rules"
 COLLECTIVE = "the step itself says where devices meet"
@@ -73,9 +73,11 @@ def test_exported_primitive_has_a_rule_or_a_reason(name):
 
 @pytest.mark.parametrize("name", SEEN_IN_TRAINING_STEPS.split())
 def test_primitive_of_real_steps_has_a_rule(name):
-    (primitive,) = shardfn._compat.primitives(name)
+    (primitive,) = shardfn._core.compat.primitives(name)
     assert primitive in _registry
 
 
 def test_a_name_that_this_jax_does_not_have_is_left_out():
-    assert shardfn._compat.primitives("no_such_primitive", "add") == (jax.lax.add_p,)
+    assert shardfn._core.compat.primitives("no_such_primitive", "add") == (
+        jax.lax.add_p,
+    )

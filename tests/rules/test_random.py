@@ -17,9 +17,9 @@ from harness import (
 from jax.sharding import PartitionSpec as P
 from table import Row, table
 
-from shardfn._compat import primitives
-from shardfn._rule import LocalOp, rule_of, run_local
-from shardfn._rules.random import _block_counts, _times
+from shardfn._core.compat import primitives
+from shardfn._core.op_sharding_rule import LocalOp, rule_of, run_local
+from shardfn.rules.random import _block_counts, _times
 
 KEY = jax.random.key(3)
 KEYS = jax.random.split(KEY, 5)

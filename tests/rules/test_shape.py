@@ -13,8 +13,8 @@ from harness import (
 from jax import lax
 from table import Row, table
 
-from shardfn._compat import primitives
-from shardfn._rule import rule_of
+from shardfn._core.compat import primitives
+from shardfn._core.op_sharding_rule import rule_of
 
 EACH = ({0},)
 

@@ -1,0 +1,124 @@
+"""Compiles a step for machines that are not there, and reads the compiled program.
+
+In: a target and the step's programs on its devices. Out: a `Report`.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from shardfn._api.compiled_steps import Programs
+from shardfn._api.planner import describe
+from shardfn._core.automatic_axes import part_shape
+from shardfn._core.errors import ShardingError, called, step_name
+from shardfn._core.leaves import Leaf
+from shardfn._core.sharding import Axes, Sharding, Split, local_shape
+from shardfn.analysis._figures import Memory, StoredLeaf
+from shardfn.analysis._flops import count_flops
+from shardfn.analysis._hlo import HloCollective
+from shardfn.analysis._hlo.timeline import Rates, play
+from shardfn.analysis.report import Report
+from shardfn.analysis.targets import Target
+
+
+def report_on(
+    target: Target,
+    programs: Programs,
+    states: tuple[Any, ...],
+    batch: tuple[Any, ...],
+    progress: Callable[[str], None],
+) -> Report:
+    """The report of a step.
+
+    Args:
+      target: the machine.
+      programs: those of the step, on a mesh of the target's devices.
+      states: the state arguments, as `ShapeDtypeStruct`s.
+      batch: the others.
+      progress: called with each stage when it starts.
+
+    Returns:
+      The report.
+    """
+    storage = programs.storage
+    leaves, treedef = storage.leaves(states)
+    progress("planning")
+    plan = describe(programs.planned(leaves, treedef, batch))
+    progress("tracing")
+    traced = programs.traced(states, batch)
+    progress("compiling")
+    compiled = compile_for(target, traced.lower())
+    progress("reading the compiled program")
+    text = compiled.as_text() or ""
+    return Report(
+        step=step_name(),
+        target=target,
+        plan=plan,
+        verification=plan.verify(text),
+        state=stored_leaves(leaves, storage.partition(leaves), storage.axes),
+        memory=memory_of(compiled),
+        flops=count_flops(traced.jaxpr.jaxpr),
+        timeline=play(text, rates_of(target, storage.mesh)),
+        compiler_options=tuple(programs.options.items()),
+    )
+
+
+def rates_of(target: Target, mesh: Mesh) -> Rates:
+    """The target's rates for programs on `mesh`, a mesh of its devices."""
+    coords = [tuple(d.coords) for d in mesh.devices.flat]
+
+    def transfer(c: HloCollective) -> float:
+        return max(
+            target.transfer_seconds(c.wire_bytes, [coords[d] for d in group])
+            for group in c.groups[:1]
+        )
+
+    return Rates(target.matmul_rate, target.memory_bandwidth, transfer)
+
+
+def memory_of(compiled: jax.stages.Compiled) -> Memory:
+    """The compiler's account of a program's memory."""
+    found: Any = compiled.memory_analysis()
+    return Memory(
+        arguments=found.argument_size_in_bytes,
+        outputs=found.output_size_in_bytes,
+        aliased=found.alias_size_in_bytes,
+        temporary=found.temp_size_in_bytes,
+        code=found.generated_code_size_in_bytes,
+    )
+
+
+def compile_for(target: Target, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    """Compiles; where the compiler itself finds that memory is short, says so."""
+    try:
+        return lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        first = str(error).splitlines()[0]
+        raise ShardingError(
+            f"{step_name()} does not fit on {target.name}: its compiler says {first}\n"
+            f"{called()}Use more devices, a smaller batch, or rematerialization."
+        ) from error
+
+
+def stored_leaves(
+    leaves: Sequence[Leaf], shardings: Sequence[Sharding], axes: Axes
+) -> tuple[StoredLeaf, ...]:
+    """The leaves of a state as one device holds them."""
+    return tuple(
+        StoredLeaf(
+            name=leaf.name or "state",
+            shape=leaf.aval.shape,
+            dtype=str(leaf.aval.dtype),
+            bytes=math.prod(
+                part_shape(local_shape(leaf.aval.shape, sharding, axes), leaf.auto)
+            )
+            * leaf.aval.dtype.itemsize,
+            split=any(isinstance(s, Split) for s in sharding),
+        )
+        for leaf, sharding in zip(leaves, shardings, strict=True)
+    )

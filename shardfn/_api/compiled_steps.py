@@ -1,0 +1,103 @@
+"""The programs of one step: planned, traced and jitted once for each kind of state.
+
+In: the plain step, and how its state is stored. Out: its plan, and the jitted function
+of stored leaves.
+"""
+
+import functools
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+
+from shardfn._api.plain_step import PlainStep, Side
+from shardfn._core import compat
+from shardfn._core.leaves import Leaf
+from shardfn._lowering.planned_program import Planned
+from shardfn._lowering.shard_map import on_mesh
+from shardfn._lowering.xla_options import Asked, compiler_options
+from shardfn.storage._placement import Storage
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Programs:
+    """The programs of a step on one mesh.
+
+    Attributes:
+      plain: the plain step.
+      storage: the mesh, and how states are stored on it.
+      donate: whether the state's buffers are given to the result.
+      asked: what the user wants the compiler told.
+    """
+
+    plain: PlainStep
+    storage: Storage
+    donate: bool
+    asked: Asked = None
+    _jitted: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    def planned(
+        self, leaves: tuple[Leaf, ...], treedef: Any, batch: tuple[Any, ...]
+    ) -> Planned:
+        axes = self.storage.axes
+        batch_leaves, batch_tree = self.storage.batch_leaves(batch)
+        split = self.plain.split(batch, batch_leaves, axes)
+        return self.plain.planned(
+            Side(leaves, self.storage.partition(leaves), treedef),
+            Side(tuple(replace(x, auto=()) for x in batch_leaves), split, batch_tree),
+            axes,
+        )
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the compiler is told."""
+        devices = self.storage.given.devices.flat
+        ahead = self.storage.control.prefetches
+        return compiler_options(tuple(devices), self.asked, ahead)
+
+    def jitted(self, leaves: tuple[Leaf, ...], treedef: Any) -> Any:
+        """The jitted step on stored leaves, traced on the logical shapes of `leaves`.
+
+        Where it becomes part of another program, that is compiled as its own call says.
+        """
+        options = {} if compat.is_tracing() else self.options
+        shapes = tuple((leaf.aval.shape, leaf.auto) for leaf in leaves)
+        key = treedef, shapes, tuple(options.items())
+        storage = self.storage
+        if key not in self._jitted:
+
+            def run(stored: list[jax.Array], batch: tuple[Any, ...]) -> Any:
+                named = [
+                    replace(leaf, aval=_like(x, leaf.aval.shape))
+                    for x, leaf in zip(stored, leaves, strict=True)
+                ]
+                planned = self.planned(tuple(named), treedef, batch)
+                out = on_mesh(planned, storage.mesh, storage.given)(
+                    *stored, *jax.tree.leaves(batch)
+                )
+                return jax.tree.unflatten(planned.traced.out_tree, out)
+
+            functools.update_wrapper(run, self.plain.step, updated=())
+            donated = (0,) if self.donate else ()
+            self._jitted[key] = jax.jit(
+                run, donate_argnums=donated, compiler_options=options or None
+            )
+        return self._jitted[key]
+
+    def traced(self, states: tuple[Any, ...], batch: tuple[Any, ...]) -> Any:
+        """The jitted step traced on abstract arguments."""
+        leaves, treedef = self.storage.leaves(states)
+        stored = [self.storage.stored_aval(x, s) for x, s in self.storage.each(leaves)]
+        batch_leaves, batch_tree = self.storage.batch_leaves(batch)
+        split = self.plain.split(batch, batch_leaves, self.storage.axes)
+        placed = [
+            self.storage.stored_aval(leaf, s)
+            for leaf, s in zip(batch_leaves, split, strict=True)
+        ]
+        placed = jax.tree.unflatten(batch_tree, placed)
+        return self.jitted(leaves, treedef).trace(stored, placed)
+
+
+def _like(x: jax.Array, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    weak = getattr(jax.typeof(x), "weak_type", False)
+    return jax.ShapeDtypeStruct(shape, x.dtype, weak_type=weak)

@@ -1,0 +1,146 @@
+"""From a plain step and the avals of its arguments to a planned step, and its listing.
+
+In: the step, leaves of its state and batch with their shardings. Out: `Planned`, which
+emit can run, and from it the `Plan` that people read.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from shardfn._core.errors import ShardingError, UnsupportedPrimitiveWarning
+from shardfn._core.leaf_options import NOTHING_ASKED, Control
+from shardfn._core.leaves import Leaf, leaf_name
+from shardfn._core.program import aval_of
+from shardfn._core.sharding import Axes, Sharding, stored_shape
+from shardfn._lowering.interpreter import emit
+from shardfn._lowering.planned_program import Planned
+from shardfn._propagation.automatic_axes import split_automatically
+from shardfn._propagation.propagate import propagate
+from shardfn._schedule.pipeline import schedule
+from shardfn._schedule.widen_reductions import widen
+from shardfn._trace.jaxpr_to_program import make_program
+from shardfn._trace.leaf_names import name_leaves
+from shardfn._trace.tied_transposes import fold_transposes
+from shardfn._trace.trace_step import Traced
+from shardfn.analysis._listing import make_plan
+from shardfn.analysis._program_hash import fingerprint_of
+from shardfn.analysis.collective import Collective
+from shardfn.analysis.plan import Plan
+
+
+def plan_traced(
+    traced: Traced,
+    state: tuple[Leaf, ...],
+    stored: tuple[Sharding, ...],
+    batch: Sequence[Sharding],
+    axes: Axes,
+    min_size: int,
+    control: Control,
+) -> Planned:
+    """Plans a traced step.
+
+    Args:
+      traced: the step, its arguments the state's leaves and then the batch's.
+      state: leaves of the state.
+      stored: their shardings, of the old state and of the new.
+      batch: shardings of the batch's leaves.
+      axes: the mesh axes.
+      min_size: elements below which a value counts as small.
+      control: what is asked of the moves of state leaves.
+
+    Returns:
+      The planned step.
+    """
+    names = [leaf_name(leaf.path) for leaf in state]
+    control.check(names)
+    asked, control = control, control.on(axes.names[-1], axes.sizes[-1])
+    program = make_program(traced.jaxpr)
+    program = name_leaves(
+        program,
+        [*names, *[""] * (len(program.inputs) - len(names))],
+        [*names, *[""] * (len(program.outputs) - len(names))],
+    )
+    program = fold_transposes(program)
+    others = program.outputs[len(stored) :]
+    inputs = (*stored, *batch)
+    required: list[Sharding | None] = [*stored, *[None] * len(others)]
+    body = propagate(program, inputs, required, axes, min_size, control)
+    for j, atom in enumerate(others, start=len(stored)):
+        sharding, shape = body.output_shardings[j], aval_of(program, atom).shape
+        if stored_shape(shape, sharding, axes) != tuple(shape):
+            required[j] = axes.replicated
+    wider = widen(program, body, control)
+    if wider is not program or any(r is not None for r in required[len(stored) :]):
+        program = wider
+        body = propagate(program, inputs, required, axes, min_size, control)
+    autos = [leaf.auto or () for leaf in state]
+    given, made = [*autos, *[()] * len(batch)], [*autos, *[()] * len(others)]
+    body = split_automatically(program, body, given, made)
+    body = schedule(program, body, control, axes)
+    return Planned(traced, program, body, state, stored, axes, asked)
+
+
+def plan_init(
+    init_fn: Callable[..., Any],
+    args: Sequence[Any],
+    stored: Sequence[Sharding],
+    axes: Axes,
+) -> Callable[..., list[jax.Array]]:
+    """Plans a function that makes a whole state, to make one device's shards instead.
+
+    Args:
+      init_fn: pure function that returns the whole state.
+      args: its arguments, replicated.
+      stored: shardings of the state's leaves.
+      axes: the mesh axes.
+
+    Returns:
+      A function of the leaves of `args`, to be called inside `shard_map`.
+    """
+    program = make_program(jax.make_jaxpr(init_fn)(*args))
+    inputs = [axes.replicated] * len(program.inputs)
+    body = propagate(program, inputs, stored, axes, small=2)
+    body = schedule(program, body, NOTHING_ASKED, axes)
+    return lambda *leaves: emit(program, body, leaves, axes)
+
+
+def describe(planned: Planned, *, fingerprint: bool = True) -> Plan:
+    """The plan of a planned step, with every collective listed.
+
+    Args:
+      planned: the step.
+      fingerprint: whether to hash the traced program, which comparing plans needs.
+
+    Returns:
+      The plan.
+    """
+    return make_plan(
+        planned.program,
+        planned.body,
+        planned.axes,
+        planned.control,
+        fingerprint_of(planned.program) if fingerprint else "",
+    )
+
+
+def check_fallbacks(planned: Planned, strict: bool) -> None:
+    """Warns once per primitive and line that runs on gathered operands, or refuses
+    it."""
+    if not planned.body.falls_back:
+        return
+    lines: dict[tuple[str, str], list[Collective]] = {}
+    for line in describe(planned, fingerprint=False).fallbacks:
+        lines.setdefault((line.fallback, line.place), []).append(line)
+    for (primitive, place), group in lines.items():
+        sent = sum(line.total_bytes for line in group)
+        message = (
+            f"primitive '{primitive}' has no op sharding rule, so its operands are "
+            f"gathered: {sent} bytes per device and step.\n  at {place}\n"
+            "Register one with shardfn.register_rule, or accept the cost."
+        )
+        if strict:
+            raise ShardingError(f"{message} strict=True refuses it.")
+        warnings.warn(message, UnsupportedPrimitiveWarning, stacklevel=2)

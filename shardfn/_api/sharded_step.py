@@ -1,0 +1,431 @@
+"""A training step on a sharded state: how it is called, planned, lowered and fed.
+
+In: the plain step and how its state is stored. Out: a callable like the step.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import numpy
+from jax.sharding import Mesh
+
+from shardfn._api.aot import report_on
+from shardfn._api.call_cache import Ready, types_of
+from shardfn._api.compiled_steps import Programs
+from shardfn._api.plain_step import PlainStep
+from shardfn._api.planner import describe
+from shardfn._core import compat, processes
+from shardfn._core.automatic_axes import made_by
+from shardfn._core.errors import (
+    ShardingError,
+    VerificationWarning,
+    called,
+    names_step,
+    step_name,
+)
+from shardfn._lowering.planned_program import Planned
+from shardfn._trace.trace_step import leaked_tracer
+from shardfn.analysis import targets
+from shardfn.analysis.plan import Plan
+from shardfn.analysis.report import Report
+from shardfn.storage._init_state import make_leaves
+from shardfn.storage._padding import remember
+from shardfn.storage._placement import Storage
+
+VERIFY = ("off", "warn", "error")
+
+
+@dataclass(eq=False, repr=False)
+class ShardedStep:
+    """A training step on a sharded state; `fully_shard` makes it, and it is called like
+    the step that it was made from.
+
+    Attributes:
+      programs: the plain step, how its state is stored, and what is compiled of it.
+      verify: what to do if the compiled step is not as planned: one of `VERIFY`.
+    """
+
+    programs: Programs
+    verify: str = "off"
+    _ready: dict[Any, Ready] = field(default_factory=dict, repr=False)
+    _checked: set[Any] = field(default_factory=set, repr=False)
+
+    def __repr__(self) -> str:
+        sizes = zip(self.storage.axes.names, self.storage.axes.sizes, strict=True)
+        over = ", ".join(f"{axis}={size}" for axis, size in sizes)
+        name = getattr(self.plain.step, "__name__", "step")
+        return f"ShardedStep({name} over {over})"
+
+    @property
+    def plain(self) -> PlainStep:
+        """The plain step, and what its arguments mean."""
+        return self.programs.plain
+
+    @property
+    def storage(self) -> Storage:
+        """The mesh, and how states are stored on it."""
+        return self.programs.storage
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh that `fully_shard` was given."""
+        return self.storage.given
+
+    @property
+    def compiler_options(self) -> dict[str, Any]:
+        """What the compiler is told, by `fully_shard` and by the user there: names and
+        values of XLA's options. Empty on CPUs, unless the user names some."""
+        return self.programs.options
+
+    # Running
+
+    @names_step
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        """Runs the step: state and batch in, the new state, stored, and the rest out.
+
+        Args:
+          *args: the step's arguments. A state that is not stored yet is placed first;
+            batch arrays have shape `[B, ...]` and are split over the mesh.
+          **named: those of them that are passed by name; the same program runs.
+
+        Returns:
+          What the step returns.
+
+        Raises:
+          ShardingError: the step or its arguments cannot be sharded, or the compiled
+            step is not as planned and `verify` is `"error"`; the message says which
+            leaf or line, and what to do. The state stays usable.
+        """
+        states, batch = self.plain.divide(args, named)
+        stored, state_tree = jax.tree.flatten(states)
+        flat_batch, batch_tree = jax.tree.flatten(batch)
+        key = self._key(state_tree, batch_tree, flat_batch)
+        ready = None if key is None else self._ready.get(key)
+        if ready is not None and ready.takes(stored):
+            placed = ready.place(flat_batch)
+        else:
+            ready, stored, placed = self._prepare(states, batch)
+            if key is not None:
+                self._ready[key] = ready
+        if self.programs.donate:
+            stored = _apart(stored, placed)
+        try:
+            out = ready.run(stored, jax.tree.unflatten(batch_tree, placed))
+        except jax.errors.UnexpectedTracerError as error:
+            raise leaked_tracer() from error
+        flat, tree = jax.tree.flatten(out)
+        new, rest = flat[: len(stored)], flat[len(stored) :]
+        for i, shape in ready.padded:
+            if not compat.is_traced(new[i]):
+                remember(new[i], shape)
+        return jax.tree.unflatten(tree, [*new, *self.storage.hand_back(rest)])
+
+    @names_step
+    def lower(self, *args: Any, **named: Any) -> jax.stages.Lowered:
+        """Lowers the step; the mesh may be of devices that are not there.
+
+        Args:
+          *args: the step's arguments, arrays or `ShapeDtypeStruct`s, whole or stored.
+          **named: those of them that are passed by name.
+
+        Returns:
+          The lowered step, ready for `.compile()`.
+        """
+        return self.programs.traced(*self.plain.divide(args, named)).lower()
+
+    @names_step
+    def plan(self, *args: Any, **named: Any) -> Plan:
+        """What the step moves: every collective with bytes, dtype, phase and parameter.
+
+        Args:
+          *args: the step's arguments, arrays or `ShapeDtypeStruct`s, whole or stored.
+          **named: those of them that are passed by name.
+
+        Returns:
+          A frozen plan; print it, compare it, or read its fields.
+        """
+        states, batch = self.plain.divide(args, named)
+        leaves, treedef = self.storage.leaves(states)
+        return describe(self.programs.planned(leaves, treedef, batch))
+
+    @names_step
+    def on(
+        self,
+        target: str,
+        *args: Any,
+        mesh_shape: tuple[int, ...] | None = None,
+        progress: Callable[[str], None] = lambda stage: None,
+        **named: Any,
+    ) -> Report:
+        """What the step would take on machines that are not there.
+
+        Compiles it for them, which needs the extra `aot` and no accelerator, and takes
+        as long as compiling there.
+
+        Args:
+          target: a name as in `shardfn.analysis.targets.target`, such as
+            `"h100:1x8x8"`.
+          *args: the step's arguments, arrays or `ShapeDtypeStruct`s, whole or stored;
+            the batch is the global one.
+          mesh_shape: sizes of the mesh axes there; may be left out if there is only one
+            axis, or if the target has as many devices as the mesh.
+          progress: called with each stage when it starts.
+          **named: arguments of the step that are passed by name.
+
+        Returns:
+          A frozen report: memory, bytes on the wire, whether the program is as planned,
+          and an estimate of time. Print it, or read its fields.
+
+        Raises:
+          ShardingError: the step cannot be sharded so, the devices form no such
+            mesh, or the compiler finds that it does not fit.
+          ValueError: no such target.
+          ImportError: the target's compiler is not installed.
+        """
+        names, sizes = self.mesh.axis_names, tuple(self.mesh.shape.values())
+        count = targets.target(target).num_devices
+        if mesh_shape is None and len(names) > 1:
+            if count != self.mesh.size:
+                raise ShardingError(
+                    f"target {target!r} has {count} devices and the mesh {names} has "
+                    f"shape {sizes}.\n{called()}"
+                    "Pass mesh_shape=, one size per mesh axis."
+                )
+            mesh_shape = sizes
+        progress("describing devices")
+        there = targets.mesh(target, names, mesh_shape)
+        states, batch = self.plain.divide(args, named)
+        leaves, treedef = self.storage.leaves(states)
+        batch_leaves, batch_tree = self.storage.batch_leaves(batch)
+        moved = replace(self.programs, storage=self.storage.on(there), _jitted={})
+        return report_on(
+            targets.target(target),
+            moved,
+            jax.tree.unflatten(treedef, moved.storage.abstract(leaves)),
+            jax.tree.unflatten(batch_tree, moved.storage.abstract(batch_leaves)),
+            progress,
+        )
+
+    # State
+
+    @names_step
+    def init(self, init_fn: Callable[..., Any], *args: Any) -> Any:
+        """Makes the state, sharded from birth, with the values of `init_fn(*args)`.
+
+        A device holds its shards and, while a leaf is made that cannot be made in
+        parts, such as an orthogonal matrix, that leaf. Where one program for all leaves
+        would hold more, several make some leaves each, one after the other.
+
+        Args:
+          init_fn: pure function that returns the whole state. Splits over other mesh
+            axes that it names, by `with_sharding_constraint` or as `out_shardings` of a
+            `jax.jit`, are kept.
+          *args: its arguments.
+
+        Returns:
+          The state, each leaf split as `shardings` says.
+        """
+        storage = self.storage
+        made = made_by(init_fn, args, storage.auto_sizes)
+        leaves, treedef = storage.leaves((made,))
+        out = make_leaves(*storage.stored_init(init_fn, leaves), args)
+        storage.remember(out, leaves, treedef)
+        return jax.tree.unflatten(treedef, out)[0]
+
+    @names_step
+    def abstract(self, init_fn: Callable[..., Any], *args: Any) -> Any:
+        """What `init` would make, without values: `jax.eval_shape(init_fn, *args)` with
+        the splits over other mesh axes that `init_fn` names.
+
+        Args:
+          init_fn: pure function that returns the whole state.
+          *args: its arguments, arrays or `ShapeDtypeStruct`s.
+
+        Returns:
+          Pytree of `ShapeDtypeStruct`, whole, as `plan`, `lower`, `shardings` and the
+          `restore` of `shardfn.storage.checkpoint` take it.
+        """
+        made = made_by(init_fn, args, self.storage.auto_sizes)
+        leaves, treedef = self.storage.leaves((made,))
+        return jax.tree.unflatten(treedef, self.storage.abstract(leaves))[0]
+
+    @names_step
+    def shard(self, state: Any) -> Any:
+        """Splits a whole state, which stays usable.
+
+        Args:
+          state: pytree of arrays, on the host or on any device.
+
+        Returns:
+          The same pytree, each leaf split as `shardings` says: over the mesh axis of
+          `fully_shard`, and over other mesh axes as it comes in. A leaf that no
+          dimension divides is stored padded, or flattened and padded.
+        """
+        stored, leaves, treedef = self.storage.place((state,))
+        given = {id(x) for x in jax.tree.leaves(state)}
+        stored = [jax.numpy.copy(x) if id(x) in given else x for x in stored]
+        self.storage.remember(stored, leaves, treedef)
+        return jax.tree.unflatten(treedef, stored)[0]
+
+    @names_step
+    def unshard(self, state: Any, process: int | None = None) -> Any:
+        """Puts a stored state together on one device.
+
+        Args:
+          state: a state that `init`, `shard` or the step returned.
+          process: with several processes, the number of the one that gets the state;
+            all have to call it. Each device holds one whole leaf at a time.
+
+        Returns:
+          The same pytree with every leaf whole, without padding, on the first device of
+          the mesh, or of the process; None in other processes.
+
+        Raises:
+          ShardingError: the mesh has devices of several processes, and `process` is
+            not given.
+        """
+        if process is None:
+            return self.storage.whole((state,))[0]
+        whole = self.storage.whole_on(process, (state,))
+        return None if whole is None else whole[0]
+
+    @names_step
+    def local_batch(self, *batch: Any) -> Any:
+        """Puts the rows that each process has together to a global batch.
+
+        Args:
+          *batch: the step's arguments but the state, on the host: of leaves that are
+            split, this process's own rows, as many as every other has; all of others.
+
+        Returns:
+          The batch as global arrays, which the step takes as they are; a tuple if there
+          are several arguments. Nothing is sent between processes.
+
+        Raises:
+          ValueError: the rows of a leaf cannot be split over the process's devices.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, numpy as np, shardfn
+          >>> mesh = jax.make_mesh((8,), ("data",))
+          >>> step = shardfn.fully_shard(lambda w, x: (w, x.sum()), mesh)
+          >>> step.local_batch(np.ones((16, 2))).sharding.spec
+          P('data',)
+        """
+        leaves, treedef = self.storage.batch_leaves(batch)
+        split = self.plain.split(batch, leaves, self.storage.axes, is_local=True)
+        arrays = [
+            jax.make_array_from_process_local_data(
+                self.storage.named(leaf, sharding), numpy.asarray(x)
+            )
+            for x, leaf, sharding in zip(
+                jax.tree.leaves(batch), leaves, split, strict=True
+            )
+        ]
+        made = jax.tree.unflatten(treedef, arrays)
+        return made[0] if len(made) == 1 else made
+
+    @names_step
+    def shardings(self, state: Any) -> Any:
+        """The `NamedSharding` of every leaf, as stored.
+
+        Args:
+          state: a state or its `ShapeDtypeStruct`s, whole or stored.
+
+        Returns:
+          Pytree of `NamedSharding`.
+        """
+        leaves, treedef = self.storage.leaves((state,))
+        named = [self.storage.named(x, s) for x, s in self.storage.each(leaves)]
+        return jax.tree.unflatten(treedef, named)[0]
+
+    # Inside
+
+    def _prepare(
+        self, states: tuple[Any, ...], batch: tuple[Any, ...]
+    ) -> tuple[Ready, list[Any], list[Any]]:
+        """The long way of a call: checks and places its leaves.
+
+        Returns:
+          What later calls may skip this for, the state's leaves and the batch's.
+        """
+        storage = self.storage
+        batch_leaves, batch_tree = self.storage.batch_leaves(batch)
+        split = self.plain.split(batch, batch_leaves, storage.axes)
+        stored, leaves, treedef = storage.place(states)
+        placed = storage.place_batch(batch, batch_leaves, split)
+        shapes = tuple(jax.numpy.shape(x) for x in stored)
+        ready = Ready(
+            run=self.programs.jitted(leaves, treedef),
+            shapes=shapes,
+            logical=tuple(leaf.aval.shape for leaf in leaves),
+            shardings=tuple(storage.named(x, s) for x, s in storage.each(leaves)),
+            padded=storage.to_remember(shapes, leaves, treedef),
+            batch_shardings=tuple(
+                storage.named(leaf, s) if leaf.aval.shape else None
+                for leaf, s in zip(batch_leaves, split, strict=True)
+            ),
+        )
+        kinds = tuple((x.aval, x.auto) for x in (*leaves, *batch_leaves))
+        program = treedef, batch_tree, kinds, storage.home, compat.configuration()
+        if program not in self._checked:
+            is_real = not any(map(compat.is_traced, (*stored, *placed)))
+            given = jax.tree.unflatten(batch_tree, placed)
+            planned = functools.partial(self.programs.planned, leaves, treedef, given)
+            lowered = functools.partial(ready.run.lower, stored, given)
+            if self.verify != "off" and is_real:
+                self._check_compiled(lowered(), planned())
+            group = processes.of(self.mesh.devices.flat)
+            if len(group) > 1:
+                self._check_processes(planned(), group)
+                if is_real:
+                    lowered().compile()
+                    processes.meet("compiled the step", group)
+            if is_real:
+                self._checked.add(program)
+        return ready, stored, placed
+
+    def _key(self, state_tree: Any, batch_tree: Any, batch: Sequence[Any]) -> Any:
+        """What calls have in common that run the same compiled step, but the types of
+        the state; None if that cannot be told at once."""
+        types = None if compat.is_tracing() else types_of(batch)
+        if types is None:
+            return None
+        settings = None if self.verify == "off" else compat.configuration()
+        return state_tree, batch_tree, types, self.storage.home, settings
+
+    def _check_processes(self, planned: Planned, group: Sequence[int]) -> None:
+        """Raises if another process of a group is about to run another plan."""
+        plan = describe(planned)
+        processes.assert_same("plans", f"{plan}\nprogram {plan.program}", group)
+
+    def _check_compiled(self, lowered: jax.stages.Lowered, planned: Planned) -> None:
+        """Warns or raises if the compiled step is not as planned. The call that follows
+        finds the step compiled."""
+        checked = describe(planned, fingerprint=False).verify(lowered.compile())
+        if checked.ok:
+            return
+        message = (
+            f"the compiled {step_name()} is not as planned on "
+            f"{self.mesh.devices.flat[0].device_kind}.\n{called()}"
+            f"{checked.problems()}\n"
+        )
+        if self.verify == "error":
+            raise ShardingError(f"{message}verify='warn' warns, and runs it as it is.")
+        warnings.warn(f"{message}It runs as it is.", VerificationWarning, stacklevel=2)
+
+
+def _apart(stored: list[Any], batch: list[Any]) -> list[Any]:
+    """The stored leaves, where none is also another one or in the batch: donated twice,
+    or donated and read, a buffer ends the process."""
+    if len(set(map(id, (*stored, *batch)))) == len(stored) + len(batch):
+        return stored
+    seen, apart = set(map(id, batch)), []
+    for x in stored:
+        is_again = id(x) in seen and not compat.is_traced(x)
+        seen.add(id(x))
+        apart.append(jax.numpy.copy(x) if is_again else x)
+    return apart

@@ -1,0 +1,103 @@
+"""Whether the arguments of `fully_shard` are what they may be.
+
+In: values as users write them. Out: the same in their settled form, or an error that
+names the option, the value and what is allowed. `leaf_options.py` checks the options
+that may differ from leaf to leaf.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax.sharding import Mesh
+
+from shardfn._api.local_step import LocalStep
+from shardfn._api.sharded_step import VERIFY, ShardedStep
+from shardfn._core.errors import ShardingError, call_site, cannot_be
+
+
+def check_step(step: Any, asker: str = "fully_shard") -> None:
+    """Raises if the `step` that `asker` was given is no function, or is sharded
+    already."""
+    plain = step
+    while isinstance(plain, functools.partial):
+        plain = plain.func
+    if isinstance(plain, ShardedStep | LocalStep):
+        raise ShardingError(
+            f"{getattr(plain, '__name__', 'the step')} is sharded already: it is a "
+            f"{type(plain).__name__}, which fully_shard made.\n"
+            f"  {asker} was called at {call_site()}\n"
+            "Pass the plain function: the sharded one has it as __wrapped__."
+        )
+    if isinstance(step, Mesh):
+        cannot_be("train_step", step, "Pass the step first, or fully_shard(mesh=mesh).")
+    if not callable(step):
+        cannot_be("train_step", step, "Pass a function (state, batch) -> (state, ...).")
+
+
+def check_mesh(mesh: Any) -> None:
+    """Raises if `mesh` is neither a mesh of devices nor None."""
+    if mesh is not None and not isinstance(mesh, Mesh):
+        advice = "Pass a mesh, such as jax.make_mesh((jax.device_count(),), ('data',))"
+        cannot_be("mesh", mesh, f"{advice}, or None for a step inside jax.shard_map.")
+
+
+def check_axis(axis: Any) -> tuple[str, ...]:
+    """The names of the mesh axes."""
+    names = (axis,) if isinstance(axis, str) else axis
+    if not _is_list(names, lambda name: isinstance(name, str)):
+        cannot_be("axis", axis, "Pass a mesh axis, such as 'data', or a tuple of them.")
+    return tuple(names)
+
+
+def check_argnums(argnums: Any) -> tuple[int, ...]:
+    """The positions of the state."""
+    given = (argnums,) if _count(argnums) is not None else argnums
+    if not _is_list(given, lambda n: _count(n) is not None):
+        advice = "Pass the state's position counted from 0, or a tuple of several."
+        cannot_be("state_argnums", argnums, advice)
+    numbers = tuple(operator.index(n) for n in given)
+    if len(set(numbers)) < len(numbers):
+        cannot_be("state_argnums", argnums, "Pass each position once.")
+    return numbers
+
+
+def check_min_size(size: Any) -> int:
+    """The number of elements from which leaves are sharded."""
+    count = _count(size)
+    if count is None:
+        advice = "Pass a number of elements, such as 2**14, or 0 to shard every leaf."
+        cannot_be("min_size", size, advice)
+    return count
+
+
+def check_flags(**flags: Any) -> None:
+    """Raises if one of `flags` is neither True nor False."""
+    for option, value in flags.items():
+        if not isinstance(value, bool):
+            cannot_be(option, value, "Pass True or False.")
+
+
+def check_verify(verify: Any) -> None:
+    """Raises if `verify` is none of `VERIFY`."""
+    if not any(isinstance(verify, str) and verify == known for known in VERIFY):
+        raise ShardingError(
+            f"verify={verify!r} is none of {', '.join(map(repr, VERIFY))}.\n"
+            f"  fully_shard was called at {call_site()}\n"
+            "Pass 'error' or 'warn' to hold the compiled step against the plan."
+        )
+
+
+def _count(value: Any) -> int | None:
+    """`value` as an integer that is not negative, or None."""
+    try:
+        count = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
+    return None if count is None or count < 0 else count
+
+
+def _is_list(values: Any, is_one: Callable[[Any], bool]) -> bool:
+    is_sequence = isinstance(values, Sequence) and not isinstance(values, str)
+    return is_sequence and len(values) > 0 and all(map(is_one, values))

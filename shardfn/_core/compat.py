@@ -1,0 +1,414 @@
+"""The only place that knows JAX versions and JAX's private modules.
+
+Each function hides one difference between JAX 0.10, 0.11 and 0.12, or one private name.
+"""
+
+import contextlib
+import functools
+import importlib
+import os
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax import core as core_types
+from jax import numpy as jnp
+from jax._src import config as _config
+from jax._src import core as _core
+from jax._src import distributed as _distributed
+from jax._src.interpreters import batching as _batching
+from jax._src.interpreters import partial_eval as _private_partial_eval
+from jax.extend import core
+from jax.extend import random as _extend_random
+from jax.extend import source_info_util as _public_source_info
+from jax.extend.core import JaxprEqn, Primitive
+from jax.extend.core import primitives as _primitives
+from jax.interpreters import partial_eval as _partial_eval
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+scan_p = _primitives.scan_p
+while_p = _primitives.while_p
+cond_p = _primitives.cond_p
+remat_p = _primitives.remat_p
+
+_INLINED = ("jit", "closed_call", "core_call", "eval_jaxpr")
+
+CUSTOM = ("custom_jvp_call", "custom_vjp_call")
+"""Calls of functions with derivatives of their own."""
+
+_POSITIONAL = {"psum": jnp.sum, "pmax": jnp.max, "pmin": jnp.min}
+
+# jax.experimental.sparse: primitives that it writes out in terms of others.
+_SPARSE = ("bcoo", "bcsr", "coo", "csr")
+
+CONCRETE_ARRAYS = tuple(
+    t for t in jax.Array.__subclasses__() if t.__name__ in ("ArrayImpl", "PRNGKeyArray")
+)
+"""The types of arrays that have values: not tracers."""
+
+PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+"""The folder that this package is in, with a separator behind it."""
+
+# Frames of this package are not the user's.
+_public_source_info.register_exclusion(PACKAGE)
+
+HIDING_FLAGS = ("jax_scan3", "jax_remat3", "jax_custom_vjp3", "jax_custom_jvp3")
+
+
+def hiding_flags() -> list[str]:
+    """Names of the JAX flags now on that hide jaxpr bodies from an interpreter."""
+    return [name for name in HIDING_FLAGS if getattr(jax.config, name, False)]
+
+
+def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+    """The jaxpr without its constants, and the constants: one type or two, by version;
+    none of a jaxpr that is open already."""
+    if not hasattr(jaxpr, "consts"):
+        return jaxpr, ()
+    return jaxpr.jaxpr, tuple(jaxpr.consts)
+
+
+def inlined_body(eqn: JaxprEqn) -> Any | None:
+    """What an equation that is no operation of its own stands for, else None.
+
+    That is the body of a call (jit, ...), of a solve whose derivative is known (the
+    solver itself), and of a while loop under `jax.vmap`, whose condition is an array;
+    of a `jax.device_put` of a pytree, one for every leaf.
+    """
+    name = eqn.primitive.name
+    if name in _INLINED:
+        params = eqn.params
+        return params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
+    if name == "while" and close_jaxpr(eqn.params["cond_jaxpr"]).out_avals[0].shape:
+        return _traced(eqn, lambda *xs: _loop_while_any(eqn, xs))
+    if name == "device_put" and len(eqn.invars) > 1:
+        return _traced(eqn, lambda *xs: _put_each(eqn, xs))
+    if name == "custom_linear_solve":
+        return _traced(eqn, lambda *xs: _solve(eqn, xs))
+    if name == "call_hi_primitive":
+        prim = eqn.params["_prim"]
+        return _traced(
+            eqn, lambda *xs: prim.expand(*jax.tree.unflatten(prim.in_tree, xs))
+        )
+    if name in _POSITIONAL and all(isinstance(d, int) for d in eqn.params["axes"]):
+        # A collective over dimensions, which `jax.vmap` makes: a reduction of them.
+        reduce, axes = _POSITIONAL[name], eqn.params["axes"]
+        return _traced(eqn, lambda *xs: [reduce(x, axis=axes) for x in xs])
+    if name.partition("_")[0] in _SPARSE:
+        run = _sparse(name)
+        return _traced(eqn, lambda *xs: run(*xs, **eqn.params)) if run else None
+    return None
+
+
+def _traced(eqn: JaxprEqn, fn: Callable[..., Any]) -> Any:
+    """The jaxpr of `fn` on the operands of `eqn`."""
+    avals: list[Any] = [v.aval for v in eqn.invars]
+    with as_user_code(eqn):
+        return jax.make_jaxpr(fn)(*avals)
+
+
+def _loop_while_any(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+    """A loop that goes on while any element of its condition holds, and changes only
+    what belongs to those elements, as one with a scalar condition."""
+    test = core.jaxpr_as_fun(close_jaxpr(eqn.params["cond_jaxpr"]))
+    body = core.jaxpr_as_fun(close_jaxpr(eqn.params["body_jaxpr"]))
+    start = eqn.params["cond_nconsts"]
+    end = start + eqn.params["body_nconsts"]
+    tested, used = operands[:start], operands[start:end]
+
+    def iteration(carry: Sequence[Any]) -> list[Any]:
+        (on,) = test(*tested, *carry)
+        spread = [on.reshape(on.shape + (1,) * (x.ndim - on.ndim)) for x in carry]
+        new = body(*used, *carry)
+        return [jnp.where(*c) for c in zip(spread, new, carry, strict=True)]
+
+    return jax.lax.while_loop(
+        lambda carry: jnp.any(test(*tested, *carry)[0]), iteration, list(operands[end:])
+    )
+
+
+def _put_each(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+    """Moves operands one by one, since they have no dimension in common."""
+    each: list[Any] = []
+    for i, x in enumerate(operands):
+        params = {name: value[i : i + 1] for name, value in eqn.params.items()}
+        each += eqn.primitive.bind(x, **params)
+    return each
+
+
+def _solve(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+    """Runs the solver of `lax.custom_linear_solve` on its constants and the right
+    sides."""
+    lengths = eqn.params["const_lengths"]
+    start, end = lengths.matvec + lengths.vecmat, sum(lengths)
+    taken = (*operands[start : start + lengths.solve], *operands[end:])
+    return core.jaxpr_as_fun(close_jaxpr(eqn.params["jaxprs"].solve))(*taken)
+
+
+def _sparse(name: str) -> Callable[..., Any] | None:
+    module = f"jax.experimental.sparse.{name.partition('_')[0]}"
+    return getattr(importlib.import_module(module), f"_{name}_impl", None)
+
+
+def bind_again(eqn: JaxprEqn, *args: Any) -> Sequence[Any]:
+    """The results of `eqn` on other operands."""
+    params: Any = eqn.primitive.get_bind_params(eqn.params)
+    return eqn.primitive.bind(*args, **params)
+
+
+def abstract(aval: Any) -> jax.ShapeDtypeStruct:
+    """What to trace on for an argument like `aval`."""
+    weak = getattr(aval, "weak_type", False)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak)
+
+
+def close_jaxpr(jaxpr: Any) -> Any:
+    """A closed jaxpr of `jaxpr`, which may be closed already or have no constants."""
+    return jaxpr if hasattr(jaxpr, "consts") else core.ClosedJaxpr(jaxpr, ())
+
+
+def traced_equation(run: Any, like: JaxprEqn, avals: Sequence[Any]) -> JaxprEqn:
+    """The one equation that `run` makes of such arguments, in the place of `like`."""
+    with at_top_level(), as_user_code(like):
+        closed = jax.make_jaxpr(run)(*map(abstract, avals))
+    (eqn,) = open_jaxpr(closed)[0].eqns
+    return eqn
+
+
+def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
+    """Numbers of constants and of carries of a scan equation."""
+    if "ft_in" in eqn.params:
+        consts, carry, _ = eqn.params["ft_in"].unpack()
+        return len(consts), len(carry)
+    return eqn.params["num_consts"], eqn.params["num_carry"]
+
+
+def without_dead_code(closed: Any) -> Any:
+    """`closed` without equations that no output needs, also inside control flow."""
+    jaxpr, consts = open_jaxpr(closed)
+    jaxpr, _ = _partial_eval.dce_jaxpr(
+        jaxpr, [True] * len(jaxpr.outvars), instantiate=True
+    )
+    return jaxpr if hasattr(jaxpr, "consts") else core.ClosedJaxpr(jaxpr, consts)
+
+
+def bind_remat(
+    eqn: JaxprEqn,
+    body: Any,
+    args: Sequence[jax.Array],
+    weights: Sequence[bool],
+    early: Sequence[bool],
+    imports: Sequence[jax.Array],
+) -> Sequence[jax.Array]:
+    """Binds `eqn`'s remat primitive with another body, `body(*args, *imports)` on local
+    values.
+
+    The parameter `differentiated` is what makes its lowering put an optimization
+    barrier around the recomputation, and `jax.checkpoint` cannot set it. A scan's body
+    needs no barrier against common subexpressions, but once the compiler has peeled an
+    iteration it would compute that again early, and hold it meanwhile: there the
+    barrier holds all but `weights`, whose gathers may run ahead. It never holds what is
+    `early`, nor `imports`: nothing is computed of them alone that exists already.
+    """
+    closed = jax.make_jaxpr(body)(*args, *imports)
+    jaxpr, consts = open_jaxpr(closed)
+    jaxpr = _private_partial_eval.convert_constvars_jaxpr(jaxpr)
+    asked = eqn.params["prevent_cse"]
+    every = any(asked) if isinstance(asked, tuple) else asked
+    held = [every] * len(consts)
+    held += [
+        not ahead and (every or not weight)
+        for weight, ahead in zip(weights, early, strict=True)
+    ]
+    held += [False] * len(imports)
+    prevent_cse = all(held) or tuple(held)
+    params = {**eqn.params, "jaxpr": jaxpr, "prevent_cse": prevent_cse}
+    return eqn.primitive.bind(*consts, *args, *imports, **params)
+
+
+def varying_axes(x: jax.Array) -> frozenset[str]:
+    """The manual mesh axes over which the type of `x` says that it varies."""
+    return frozenset(jax.typeof(x).manual_axis_type.varying)  # pyright: ignore
+
+
+def checks_types() -> bool:
+    """Whether the `shard_map` around checks over which mesh axes values vary."""
+    return bool(_config._check_vma.value)
+
+
+def varying_alike(operands: Sequence[jax.Array]) -> list[jax.Array]:
+    """`operands` cast to vary along the same mesh axes, as primitives demand."""
+    axes = [varying_axes(x) for x in operands]
+    every = frozenset().union(*axes)
+    return [
+        jax.lax.pcast(x, tuple(sorted(every - own)), to="varying") if every - own else x
+        for x, own in zip(operands, axes, strict=True)
+    ]
+
+
+def with_weak_type(x: jax.Array, weak: bool) -> jax.Array:
+    """`x` with its weak type set to `weak`."""
+    from jax._src.lax import lax as lax_internal
+
+    if x.weak_type == weak:  # pyright: ignore
+        return x
+    out: Any = lax_internal._convert_element_type(x, x.dtype, weak_type=weak)
+    return out
+
+
+def summarize(eqn: JaxprEqn) -> str:
+    """`file:line:column (function)` of the user's code that made an equation."""
+    return _public_source_info.summarize(eqn.source_info)
+
+
+def with_line_of(eqn: JaxprEqn, call: JaxprEqn) -> JaxprEqn:
+    """`eqn`, said to come from the user's line of `call` if it comes from none itself,
+    as the equations of JAX's own jitted functions do."""
+    if ":" in summarize(eqn):
+        return eqn
+    traceback = call.source_info.traceback
+    return eqn.replace(source_info=eqn.source_info.replace(traceback=traceback))
+
+
+def name_stack(eqn: JaxprEqn) -> str:
+    """The name scopes and transforms that an equation was made under."""
+    return str(eqn.source_info.name_stack)
+
+
+def as_user_code(eqn: JaxprEqn) -> Any:
+    """A context in which bound primitives keep `eqn`'s source line and name scopes."""
+    stack = _public_source_info.current_name_stack() + eqn.source_info.name_stack
+    return _public_source_info.user_context(eqn.source_info.traceback, name_stack=stack)
+
+
+def is_key(dtype: Any) -> bool:
+    """Whether this is the dtype of PRNG keys."""
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def is_debug_effect(effect: Any) -> bool:
+    """Whether this is the effect of an unordered `jax.debug.print` or `callback`."""
+    return type(effect).__name__ == "DebugEffect"
+
+
+def is_mapped(x: Any, name: str | None = None) -> bool:
+    """Whether `x`, inside the innermost `jax.vmap`, depends on what is mapped over."""
+    is_batched = isinstance(x, _batching.BatchTracer) and x.batch_dim is not None
+    return is_batched and (name is None or x._trace.axis_data.name == name)
+
+
+def is_traced(x: Any) -> bool:
+    """Whether `x` is a tracer, which has no values yet."""
+    return isinstance(x, core_types.Tracer)
+
+
+def primitive(name: str) -> Primitive | None:
+    """The JAX primitive called `name`, or None where this JAX version has none."""
+    from jax import lax
+
+    return getattr(lax, f"{name}_p", None)
+
+
+@functools.cache
+def _primitives_by_name() -> dict[str, Primitive]:
+    """Every primitive that JAX exports, and the private ones that user code binds."""
+    modules = [jax.lax, jax.lax.linalg, _primitives, _extend_random]
+    for name in ("lax.lax", "lax.linalg", "random.prng", "random.core", "dispatch"):
+        modules.append(importlib.import_module(f"jax._src.{name}"))
+    for name in ("pjit", "lax.control_flow.conditionals", "ad_util"):
+        modules.append(importlib.import_module(f"jax._src.{name}"))
+    found = (v for m in modules for v in vars(m).values() if isinstance(v, Primitive))
+    return {p.name: p for p in found}
+
+
+def primitives(*names: str) -> tuple[Primitive, ...]:
+    """The primitives of these names; names that this JAX does not have are left out."""
+    known = _primitives_by_name()
+    return tuple(known[name] for name in names if name in known)
+
+
+def beta_types_vary() -> bool:
+    """Whether `lax.betainc` runs on values that vary over a manual mesh axis."""
+    return jax.__version_info__ >= (0, 12)
+
+
+def has_types(mesh: Any) -> bool:
+    """Whether a mesh has explicit axes, and so is part of its arrays' types."""
+    return AxisType.Explicit in mesh.axis_types
+
+
+def is_explicit(x: jax.Array) -> bool:
+    """Whether the type of `x` names a mesh with explicit axes."""
+    return has_types(jax.typeof(x).sharding.mesh)
+
+
+def is_typed(sharding: Any) -> bool:
+    """Whether a sharding is one of a mesh with explicit axes, and so part of types."""
+    return isinstance(sharding, NamedSharding) and has_types(sharding.mesh)
+
+
+def untyped_array(x: Any) -> Any:
+    """A captured array as before, but on the same mesh with all axes automatic: bodies
+    of `shard_map` cannot close over one that is typed by its mesh."""
+    if not isinstance(x, jax.Array) or is_traced(x) or not is_typed(x.sharding):
+        return x
+    mesh, spec = x.sharding.mesh, x.sharding.spec  # pyright: ignore
+    types = (AxisType.Auto,) * len(mesh.axis_names)
+    untyped = Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+    return jax.device_put(x, NamedSharding(untyped, spec))
+
+
+def untyped_equation(eqn: JaxprEqn) -> JaxprEqn:
+    """`eqn` without the sharding that it gives the type of its result, on the mesh that
+    was set while it was traced."""
+    if eqn.primitive.name == "sharding_constraint":
+        return eqn
+    params = {
+        name: None
+        for name in ("sharding", "out_sharding")
+        if isinstance(eqn.params.get(name), NamedSharding)
+    }
+    return eqn.replace(params={**eqn.params, **params}) if params else eqn
+
+
+@contextlib.contextmanager
+def at_top_level() -> Iterator[None]:
+    """Traces as outside of every transform: no axis name is bound, no mesh is set but
+    one without types, whose axes `with_sharding_constraint` may name."""
+    bound = _core.trace_ctx.axis_env
+    mesh = jax.sharding.get_abstract_mesh()
+    is_untyped = all(t is AxisType.Auto for t in mesh.axis_types)
+    untyped = mesh if is_untyped else jax.sharding.AbstractMesh((), ())
+    with jax.sharding.use_abstract_mesh(untyped), _config._check_vma(False):
+        _core.trace_ctx.set_axis_env(_core.top_axis_env)
+        try:
+            yield
+        finally:
+            _core.trace_ctx.set_axis_env(bound)
+
+
+def is_tracing() -> bool:
+    """Whether a transform is tracing here, or an evaluation under one runs."""
+    return not _core.trace_state_clean()
+
+
+def compiler_settings() -> list[str]:
+    """Names of the settings of the compiler's effort that are not JAX's own."""
+    names = ("exec_time_optimization_effort", "optimization_level")
+    defaults = (0.0, "UNKNOWN")
+    return [
+        name
+        for name, default in zip(names, defaults, strict=True)
+        if jax.config.values.get(f"jax_{name}", default) != default
+    ]
+
+
+def configuration() -> Hashable:
+    """The settings of JAX that a trace depends on, as `jax.jit` keys its traces by."""
+    with at_top_level():
+        return _config.trace_context()
+
+
+def distributed_client() -> Any:
+    """What `jax.distributed` connects this process to the others with, or None."""
+    return _distributed.global_state.client

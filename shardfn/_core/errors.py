@@ -1,0 +1,142 @@
+"""Error and warning types, and where in the user's code something happened."""
+
+import contextlib
+import contextvars
+import functools
+import os
+import reprlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn, TypeVar
+
+import jax
+from jax.extend.core import JaxprEqn, jaxprs_in_params
+
+from shardfn._core import compat
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+UNKNOWN = "an unknown line"
+
+SHOWN = 8
+"""Leaves that a message names before it counts the others."""
+
+_LIBRARIES = (
+    compat.PACKAGE,
+    os.path.dirname(jax.__file__) + os.sep,
+    functools.__file__,
+    contextlib.__file__,
+)
+
+
+class ShardingError(ValueError):
+    """The step, its state or its batch cannot be sharded as asked."""
+
+
+class UnsupportedPrimitiveWarning(UserWarning):
+    """A primitive has no op sharding rule and runs on gathered operands."""
+
+
+class VerificationWarning(UserWarning):
+    """A compiled step moves something else than its plan says."""
+
+
+def _shorten(place: str) -> str:
+    return os.path.basename(place) if place.startswith(os.sep) else place
+
+
+def where(eqn: JaxprEqn) -> str:
+    """The user's line that made `eqn`, such as `train.py:41 (loss_fn)`."""
+    place = _shorten(compat.summarize(eqn))
+    if ":" not in place:
+        return f"{UNKNOWN} ({eqn.primitive.name})"
+    file, _, rest = place.partition(":")
+    line, _, tail = rest.partition(":")
+    function = tail.partition(" ")[2] or rest.partition(" ")[2]
+    return f"{file}:{line.split(' ')[0]} {function}".strip()
+
+
+def nested(jaxpr: Any) -> Iterator[tuple[JaxprEqn, ...]]:
+    """Every equation of a jaxpr, last in a tuple of those it is in, outermost first."""
+    for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
+        yield (eqn,)
+        for body in jaxprs_in_params(eqn.params):
+            yield from ((eqn, *inner) for inner in nested(body))
+
+
+def where_in(eqns: Sequence[JaxprEqn]) -> str:
+    """The user's line of the last of `nested` equations, or of the nearest around it
+    that has one: what is called may have been traced before, from another line."""
+    places = map(where, reversed(eqns))
+    return next((p for p in places if not p.startswith(UNKNOWN)), UNKNOWN)
+
+
+_step: contextvars.ContextVar[str] = contextvars.ContextVar("step", default="the step")
+
+
+@contextlib.contextmanager
+def calling(step: object) -> Iterator[None]:
+    """While it is entered, messages call the user's step by its name."""
+    while isinstance(step, functools.partial):
+        step = step.func
+    token = _step.set(getattr(step, "__name__", type(step).__name__))
+    try:
+        yield
+    finally:
+        _step.reset(token)
+
+
+def names_step(method: Method) -> Method:
+    """Makes a method of a transformed step name the plain one in messages."""
+
+    @functools.wraps(method)
+    def named(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with calling(self.plain.step):
+            return method(self, *args, **kwargs)
+
+    return named  # pyright: ignore[reportReturnType]
+
+
+def step_name() -> str:
+    """The name of the step that is being called."""
+    return _step.get()
+
+
+def called() -> str:
+    """The line of a message that says where the user called the step."""
+    return f"  {step_name()} was called at {call_site()}\n"
+
+
+def listed(names: Sequence[str], shown: int = SHOWN) -> str:
+    """Names of leaves for a message, such as `'a', 'b' and 3 more`."""
+    if not names:
+        return "none"
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(f"'{name}'" for name in names[:shown]) + more
+
+
+def cannot_be(option: str, value: Any, advice: str) -> NoReturn:
+    """Refuses a value of an option of `fully_shard`."""
+    raise ShardingError(
+        f"{option} cannot be {_short.repr(value)}.\n"
+        f"  fully_shard was called at {call_site()}\n{advice}"
+    )
+
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 80
+
+
+def call_site() -> str:
+    """The user's line that is calling shardfn, such as `train.py:88 (main)`."""
+    frame = sys._getframe(1)
+    while frame is not None and _is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None:
+        return UNKNOWN
+    file = os.path.basename(frame.f_code.co_filename)
+    return f"{file}:{frame.f_lineno} ({frame.f_code.co_name})"
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith((*_LIBRARIES, "<frozen"))

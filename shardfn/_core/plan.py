@@ -1,0 +1,270 @@
+"""The plan: a frozen value that says what every device runs and what it moves.
+
+`propagate` writes it, schedule passes rewrite it, `emit` follows it, and
+`analysis.plan` lists it for people.
+A `BodyPlan` is straight-line: `Reshard` steps make a new version of a value in another
+sharding, `Apply` steps run one node of the program on such versions.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from shardfn._core.automatic_axes import AutoSplit, part_shape
+from shardfn._core.resharding import (
+    COMMUNICATES,
+    devices_of,
+    move_elements,
+    move_of,
+    wire_elements,
+)
+from shardfn._core.sharding import Axes, Sharding, Split
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A version of a program's value: version 0 is as made, others are resharded."""
+
+    value: int
+    version: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Reshard:
+    """Makes `result` from `source` by moving along `path` (see `resharding`).
+
+    Attributes:
+      source: the version that is moved.
+      result: the version it makes.
+      path: shardings from the first to the last, neighbours one move apart.
+      shape: global shape of the value.
+      dtype: name of the dtype on the wire, such as "bfloat16"; usually the value's own.
+      itemsize: bytes per element.
+      phase: forward, backward or update.
+      stored: whether this gathers a value of the stored state.
+      after: the move waits for this version to exist, so that the compiler cannot merge
+        it with an earlier gather of the same value.
+      auto: how automatic mesh axes split the value, which moves part by part.
+      together: what the first of several moves makes that are one collective; they
+        stand next to each other, and their paths are of the same kinds.
+    """
+
+    source: Ref
+    result: Ref
+    path: tuple[Sharding, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    phase: str
+    stored: bool = False
+    after: Ref | None = None
+    auto: AutoSplit = ()
+    together: Ref | None = None
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """Shape of the value over our axes: of one part, if automatic ones split it."""
+        return part_shape(self.shape, self.auto)
+
+    @property
+    def keeps_part(self) -> bool:
+        """Whether it leaves each device of a group its part of a whole value."""
+        return any(isinstance(s, Split) and s.group for s in self.path[-1])
+
+    @property
+    def gathers_state(self) -> bool:
+        return self.stored and any(
+            move_of(a, b)[0] == "all_gather"
+            for a, b in zip(self.path, self.path[1:], strict=False)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """Runs node `node` of the program.
+
+    Attributes:
+      node: index of the node.
+      primitive: its primitive's name.
+      operands: a version per operand, None for a literal.
+      operand_shardings: their shardings.
+      result_shardings: shardings of the results as the op makes them.
+      parts: `(factor, mesh axis index)` for every factor that is split.
+      bodies: plans of control flow bodies.
+      fallback: whether it runs on gathered operands for want of a rule.
+      moved: bytes gathered for that.
+      place: the user's source line, for the fallback's line in the plan.
+      times: how often a body runs per run of this step (scan length), None if unknown.
+      imports: versions that the body of a scan or remat imports: a scan slices them.
+      exports: versions made of what that body exports: a scan stacks it.
+      ahead: parts of a scan's body that run in an earlier iteration. What they export,
+        the body imports, after what the scan imports.
+      early: operands that the barrier of a remat does not hold: their gathers wait for
+        what the body imports.
+      after: an op on literals alone waits for this version to exist.
+    """
+
+    node: int
+    primitive: str
+    operands: tuple[Ref | None, ...]
+    operand_shardings: tuple[Sharding, ...]
+    result_shardings: tuple[Sharding, ...]
+    parts: tuple[tuple[str, int], ...] = ()
+    bodies: "tuple[BodyPlan, ...]" = ()
+    fallback: bool = False
+    place: str = ""
+    times: int | None = 1
+    imports: tuple[Ref, ...] = ()
+    exports: tuple[Ref, ...] = ()
+    ahead: "tuple[Ahead, ...]" = ()
+    early: tuple[int, ...] = ()
+    after: Ref | None = None
+
+
+Step = Reshard | Apply
+
+
+def reads(step: Step) -> tuple[Ref, ...]:
+    """The versions that a step reads."""
+    waits = () if step.after is None else (step.after,)
+    if isinstance(step, Reshard):
+        return (step.source, *waits)
+    known = (ref for ref in step.operands if ref is not None)
+    return (*known, *step.imports, *waits)
+
+
+def reading(step: Step, name: Callable[[Ref], Ref]) -> Step:
+    """`step` with the versions that it reads renamed."""
+    if all(name(ref) == ref for ref in reads(step)):
+        return step
+    after = None if step.after is None else name(step.after)
+    if isinstance(step, Reshard):
+        return replace(step, source=name(step.source), after=after)
+    operands = tuple(None if ref is None else name(ref) for ref in step.operands)
+    imports = tuple(map(name, step.imports))
+    return replace(step, operands=operands, imports=imports, after=after)
+
+
+@dataclass(frozen=True, slots=True)
+class BodyPlan:
+    """Plan of one program.
+
+    Attributes:
+      inputs: shardings of the arguments.
+      steps: what runs, in order.
+      outputs: what is returned; None for a literal.
+      output_shardings: its shardings.
+      imports: versions that come in beside the arguments.
+      exports: versions that are handed out beside the outputs.
+    """
+
+    inputs: tuple[Sharding, ...]
+    steps: tuple[Step, ...]
+    outputs: tuple[Ref | None, ...]
+    output_shardings: tuple[Sharding, ...]
+    imports: tuple[Ref, ...] = ()
+    exports: tuple[Ref, ...] = ()
+
+    @property
+    def falls_back(self) -> bool:
+        """Whether an op in it, or in a body in it, runs on gathered operands."""
+        ops = (step for step in self.steps if isinstance(step, Apply))
+        return any(
+            op.fallback or any(body.falls_back for body in op.bodies) for op in ops
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """Steps of a scan's body that run `lead` iterations ahead of the others.
+
+    `part` reads only what the scan goes through, its constants and what is imported; it
+    has no outputs, only exports.
+    """
+
+    lead: int
+    part: BodyPlan
+
+
+def together(steps: Sequence[Step], index: int) -> tuple[Reshard, ...]:
+    """The moves that are one with the move at `index`, the first of them; none if an
+    earlier one is the first."""
+    first = steps[index]
+    assert isinstance(first, Reshard)
+    if first.together is None:
+        return (first,)
+    found = [first]
+    for step in steps[index + 1 :]:
+        if not isinstance(step, Reshard) or step.together != first.result:
+            break
+        found.append(step)
+    return tuple(found) if first.together == first.result else ()
+
+
+def without_move(body: BodyPlan, move: Reshard, instead: Ref) -> BodyPlan:
+    """`body` without `move`, its result replaced by another version."""
+
+    def name(ref: Ref) -> Ref:
+        return instead if ref == move.result else ref
+
+    return replace(
+        body,
+        steps=tuple(reading(s, name) for s in body.steps if s != move),
+        outputs=tuple(None if ref is None else name(ref) for ref in body.outputs),
+        exports=tuple(map(name, body.exports)),
+    )
+
+
+def fresh(body: BodyPlan, value: int) -> Ref:
+    """A version of `value` that `body` does not have yet."""
+    refs = list(body.imports)
+    for step in body.steps:
+        refs += [step.result] if isinstance(step, Reshard) else step.exports
+    versions = (ref.version for ref in refs if ref.value == value)
+    return Ref(value, max(versions, default=0) + 1)
+
+
+Place = tuple[int, ...]
+"""Which body of a plan: node and body index of each that it is in, outermost
+first."""
+
+
+def line_name(place: Place, result: Ref, move: int) -> str:
+    """The name scope of one move of the `Reshard` in body `place` that makes `result`.
+
+    Compilers keep it in the metadata of the collective that they make of the move, so a
+    compiled program can be read back line by line, and a profile too.
+    """
+    return "shardfn." + ".".join(map(str, (*place, result.value, result.version, move)))
+
+
+def line_names(text: str) -> frozenset[str]:
+    """The names in the metadata of a compiled operation, which may stand for several
+    moves."""
+    return frozenset(re.findall(r"\bshardfn(?:\.\d+)+", text))
+
+
+@dataclass(frozen=True, slots=True)
+class WireMove:
+    """One move of a `Reshard` that uses the wire: `index` counts the moves of its path,
+    `axis` the mesh axes; `elements` and `devices` as in `Collective`."""
+
+    index: int
+    op: str
+    axis: int
+    elements: int
+    wire_bytes: int
+    devices: int
+
+
+def communicating_moves(step: Reshard, axes: Axes) -> Iterator[WireMove]:
+    """The moves of `step` that use the wire."""
+    for index, (before, after) in enumerate(
+        zip(step.path, step.path[1:], strict=False)
+    ):
+        op, axis = move_of(before, after)
+        if op in COMMUNICATES and axes.sizes[axis] > 1:
+            elements = move_elements(before, after, step.part_shape, axes)
+            sent = wire_elements(before, after, step.part_shape, axes) * step.itemsize
+            devices = devices_of(before, after, axes)
+            yield WireMove(index, op, axis, elements, round(sent), devices)

@@ -1,0 +1,22 @@
+"""Elements and bytes of a value.
+
+In: an aval. Out: counts that also hold for values without shape or dtype.
+"""
+
+import math
+from typing import Any
+
+
+def elements(aval: Any) -> int:
+    """Elements of a value; 1 for what has no shape."""
+    return math.prod(getattr(aval, "shape", ()))
+
+
+def nbytes(aval: Any) -> int:
+    """Bytes of a whole value."""
+    return elements(aval) * itemsize(aval)
+
+
+def itemsize(aval: Any) -> int:
+    """Bytes per element; 8 for PRNG keys."""
+    return getattr(getattr(aval, "dtype", None), "itemsize", None) or 8

@@ -1,0 +1,121 @@
+"""Evaluates one equation on one device's blocks, by its op sharding rule.
+
+In: an equation that calls no other program, its line of the plan, local operands. Out:
+local results. Padding along what is reduced counts as the reduction's neutral value.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from shardfn._core import compat
+from shardfn._core.op_sharding_rule import (
+    LocalOp,
+    OpShardingRule,
+    flat_factor_start,
+    is_flat_factor,
+    run_local,
+)
+from shardfn._core.plan import Apply
+from shardfn._core.program import Node, Program, aval_of
+from shardfn._core.sharding import Axes, local_shape
+from shardfn._lowering.extremum_jvp import Extreme, extreme_of
+from shardfn.storage._padding import is_inside
+
+Arrays = Sequence[jax.Array]
+
+
+def run_op(
+    program: Program, step: Apply, node: Node, operands: Arrays, axes: Axes
+) -> tuple[Arrays, Extreme | None]:
+    """Evaluates an equation.
+
+    Returns:
+      Its local results, and how the first is reduced over devices if it is a maximum
+      or minimum along a split dimension.
+    """
+    rule = node.rule
+    if node.eqn.effects:
+        return _run_once(node, operands, axes), None
+    if rule is None:
+        out = node.eqn.primitive.bind(
+            *compat.varying_alike(operands), **node.eqn.params
+        )
+        return (out if node.eqn.primitive.multiple_results else [out]), None
+    local = _local_op(program, step, node, rule, axes)
+    operands = [
+        _masked(local, dims, x, aval_of(program, atom).shape)
+        for dims, x, atom in zip(rule.operands, operands, node.inputs, strict=True)
+    ]
+    extreme = extreme_of(node, step, operands, axes)
+    return run_local(local, *compat.varying_alike(operands)), extreme
+
+
+def _run_once(node: Node, operands: Arrays, axes: Axes) -> Arrays:
+    """Runs a node for its effect, such as printing, on the first device alone."""
+    bind = functools.partial(node.eqn.primitive.bind, **node.eqn.params)
+    each = range(len(axes.names))
+    first = lax.axis_index(tuple(n for a in each for n in axes.bound(a))) == 0
+    lax.cond(first, lambda *xs: list(bind(*xs)), lambda *_: [], *operands)
+    return []
+
+
+def _local_op(
+    program: Program, step: Apply, node: Node, rule: OpShardingRule, axes: Axes
+) -> LocalOp:
+    split: dict[str, list[int]] = {}
+    for factor, axis in step.parts:
+        split.setdefault(factor, []).append(axis)
+    return LocalOp(
+        eqn=node.eqn,
+        rule=rule,
+        parts=tuple(
+            (
+                factor,
+                tuple(name for a in sorted(on) for name in axes.bound(a)),
+                math.prod(axes.sizes[a] for a in on),
+            )
+            for factor, on in split.items()
+        ),
+        result_shapes=tuple(
+            local_shape(program.avals[v].shape, s, axes)
+            for v, s in zip(node.outputs, step.result_shardings, strict=True)
+        ),
+    )
+
+
+def _masked(op: LocalOp, dims: Any, x: jax.Array, shape: Sequence[int]) -> jax.Array:
+    """`x` with its padding along reduced factors replaced by what does not count."""
+    for factor, names, count in op.parts:
+        if is_flat_factor(factor):
+            if not op.rule.reduce or not dims:
+                continue
+            reducer, dim = op.rule.reduce[0][1], flat_factor_start(factor)
+            size = math.prod(shape[dim:])
+        else:
+            reducer, dim = op.rule.reducer(factor), op.rule.dim_of(dims, factor)
+            size = op.rule.size(factor)
+            if reducer is None or dim is None:
+                continue
+        if size % count == 0:
+            continue
+        inside = is_inside(x.shape, dim, size, names)
+        x = jnp.where(inside, x, neutral(reducer, x.dtype))
+    return x
+
+
+def neutral(reducer: str, dtype: Any) -> jax.Array:
+    """The value that leaves a reduction unchanged."""
+    if reducer in ("max", "min"):
+        floats = jnp.issubdtype(dtype, jnp.floating)
+        if floats:
+            return jnp.asarray(-jnp.inf if reducer == "max" else jnp.inf, dtype)
+        info = jnp.iinfo(dtype) if dtype != jnp.bool_ else None
+        low, high = (info.min, info.max) if info else (False, True)
+        return jnp.asarray(low if reducer == "max" else high, dtype)
+    return jnp.asarray({"sum": 0, "prod": 1, "and": -1, "or": 0}[reducer]).astype(dtype)

@@ -1,0 +1,58 @@
+"""A traced and planned step, ready to run on local blocks.
+
+In: the trace, the program and its plan, and how the state is stored. Out: a function of
+one device's blocks, for `shard_map`.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from shardfn._core.leaf_options import Control
+from shardfn._core.leaves import Leaf
+from shardfn._core.plan import BodyPlan
+from shardfn._core.program import Program, aval_of
+from shardfn._core.sharding import Axes, Sharding
+from shardfn._lowering.interpreter import emit
+from shardfn._trace.trace_step import Traced
+from shardfn.storage._padding import zero_padding
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A traced and planned step. Its arguments are the state's leaves, then the
+    batch's.
+
+    Attributes:
+      traced: the traced step.
+      program: the same as a program.
+      body: its plan.
+      state: leaves of the state.
+      stored: their shardings.
+      axes: the mesh axes.
+      control: what was asked of the moves of state leaves.
+    """
+
+    traced: Traced
+    program: Program
+    body: BodyPlan
+    state: tuple[Leaf, ...]
+    stored: tuple[Sharding, ...]
+    axes: Axes
+    control: Control
+
+    @property
+    def input_avals(self) -> list[Any]:
+        return [self.program.avals[v] for v in self.program.inputs]
+
+    @property
+    def output_avals(self) -> list[Any]:
+        return [aval_of(self.program, atom) for atom in self.program.outputs]
+
+    def run(self, *args: jax.Array) -> list[jax.Array]:
+        """Runs the step on local blocks, inside `shard_map`."""
+        out = emit(self.program, self.body, args, self.axes)
+        for j, (leaf, sharding) in enumerate(zip(self.state, self.stored, strict=True)):
+            out[j] = zero_padding(out[j], leaf.aval.shape, sharding, self.axes)
+        return out

@@ -1,0 +1,211 @@
+"""What the compiler of a platform is told, so that transfers run beside matmuls.
+
+In: a device, whether loops gather ahead, and what the user asked for or set elsewhere.
+Out: options for `jax.jit(compiler_options=)` that this compiler knows.
+"""
+
+import functools
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+
+from shardfn._core import compat, processes
+from shardfn._core.errors import ShardingError, called, cannot_be
+
+Asked = Mapping[str, Any] | Literal[False] | None
+"""`compiler_options` as users write it."""
+
+Options = tuple[tuple[str, Any], ...]
+"""Names and values."""
+
+_INVALID = "INVALID_ARGUMENT: "
+_VALUES = (str, int, float, bool, type(None))
+
+_GPUS = ("gpu", "cuda", "rocm")
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One thing to tell a compiler.
+
+    Attributes:
+      platform: "gpu" or "tpu".
+      spellings: names and values that say it, the newest first; the first that the
+        compiler knows counts.
+      settled_by: other flags and JAX settings that decide it. If the user gave one of
+        them, or one of the names, this package leaves the option alone.
+      ahead: it is of use only if a loop gathers ahead.
+      hosts: it is of use only if the mesh spans several hosts.
+      kinds: the `device_kind`s that it is of use on; all of the platform if empty.
+      most: devices beyond which it is left out; 0 if it never is.
+    """
+
+    platform: str
+    spellings: Options
+    settled_by: tuple[str, ...] = ()
+    ahead: bool = False
+    hosts: bool = False
+    kinds: tuple[str, ...] = ()
+    most: int = 0
+
+
+_SPARSE_CORES = ("TPU v5", "TPU v5p", "TPU v6 lite")
+_OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload"
+_FUSED_GATHERS = "xla_tpu_enable_async_collective_fusion_fuse_all_gather"
+
+
+def _on_sparse_cores(
+    name: str, value: str = "true", *settled_by: str, most: int = 0
+) -> Option:
+    return Option("tpu", ((name, value),), settled_by, kinds=_SPARSE_CORES, most=most)
+
+
+OPTIONS = (
+    # On from Hopper on; without it an A100 runs one thing after the other.
+    Option(
+        "gpu",
+        (("xla_gpu_enable_latency_hiding_scheduler", True),),
+        settled_by=("exec_time_optimization_effort", "optimization_level"),
+    ),
+    # Several transfers in flight instead of one: a layer's reduce-scatters do not wait
+    # for the next layer's gathers to end, nor the gathers for one another.
+    Option(
+        "gpu",
+        (("xla_gpu_experimental_parallel_collective_overlap_limit", 4),),
+        hosts=True,
+    ),
+    # A TPU's matrix unit waits for its own transfers. Those of the sparse cores run
+    # beside it, and over a 3D slice they can reduce-scatter where it would all-reduce.
+    _on_sparse_cores(f"{_OFFLOAD}_reduce_scatter"),
+    # With this one the compiler (libtpu 0.0.42) divides by zero for 4096 chips.
+    _on_sparse_cores(f"{_OFFLOAD}_nd_reduce_scatter", most=2048),
+    _on_sparse_cores(f"{_OFFLOAD}_all_gather", "true", _FUSED_GATHERS),
+    _on_sparse_cores(f"{_OFFLOAD}_2d_all_gather", "true", _FUSED_GATHERS),
+    _on_sparse_cores(f"{_OFFLOAD}_3d_all_gather", "true", _FUSED_GATHERS),
+    # Those along the minor dimension in memory are all-reduced unless it is changed.
+    _on_sparse_cores("xla_tpu_relayout_group_size_threshold_for_reduce_scatter", "1"),
+    # Started earlier than XLA would, they end within the layer that they come from.
+    _on_sparse_cores("xla_tpu_sparse_core_reduce_scatter_latency_multiplier", "3"),
+    # Gathers that are fused into matmuls cannot go there, nor those that stand as an
+    # all-reduce of zeros and a shard, as they do on 64 chips and more.
+    _on_sparse_cores(_FUSED_GATHERS, "false"),
+    _on_sparse_cores("xla_tpu_prefer_async_allgather_to_allreduce"),
+    _on_sparse_cores("xla_enable_async_all_gather"),
+)
+
+
+def check_options(asked: Any) -> Asked:
+    """Raises if `compiler_options` is nothing that can be asked."""
+    if asked is None or asked is False:
+        return asked
+    if isinstance(asked, Mapping) and all(
+        isinstance(name, str) and isinstance(value, _VALUES)
+        for name, value in asked.items()
+    ):
+        return dict(asked)
+    cannot_be(
+        "compiler_options",
+        asked,
+        "Pass a mapping from names of XLA's options to strings, numbers or booleans, "
+        "with None for an option that XLA shall choose; False to set none at all; or "
+        "None.",
+    )
+
+
+def compiler_options(
+    devices: Sequence[Any], asked: Asked, ahead: bool
+) -> dict[str, Any]:
+    """The options that a step is compiled with.
+
+    Args:
+      devices: those of the mesh; they may be devices that are not there.
+      asked: what the user said; see `fully_shard`.
+      ahead: whether a loop of the step gathers ahead.
+
+    Returns:
+      Names and values, all known to the compiler of these devices.
+
+    Raises:
+      ShardingError: the user names an option that it does not know, or a value that the
+        option does not take.
+    """
+    device = processes.reachable(devices)
+    given = dict(asked or {})
+    wanted = {name: value for name, value in given.items() if value is not None}
+    platform = "gpu" if device.platform in _GPUS else device.platform
+    settled = {*given, *set_elsewhere()}
+    ours = [
+        option
+        for option in OPTIONS
+        if option.platform == platform
+        and (ahead or not option.ahead)
+        and (processes.span(devices) > 1 or not option.hosts)
+        and (not option.kinds or device.device_kind in option.kinds)
+        and (not option.most or len(devices) <= option.most)
+        and settled.isdisjoint((*dict(option.spellings), *option.settled_by))
+    ]
+    if wanted and (refused := refusal(device, _frozen(wanted))):
+        raise ShardingError(
+            f"compiler_options names an option or a value that the compiler of "
+            f"{device.device_kind} does not know: {refused}.\n{called()}"
+            "Correct it, or leave it out."
+        )
+    if asked is False:
+        return {}
+    return {**_known(device, ours), **wanted}
+
+
+def set_elsewhere() -> set[str]:
+    """Names of the options that the user set outside of this package: in XLA_FLAGS, or
+    the file that it names, in LIBTPU_INIT_ARGS, and in JAX's own settings."""
+    flags = os.environ.get("XLA_FLAGS", "").strip()
+    if flags and not flags.startswith("-") and Path(flags).is_file():
+        flags = Path(flags).read_text()
+    flags += " " + os.environ.get("LIBTPU_INIT_ARGS", "")
+    found = re.findall(r"--(\w+)", flags)
+    found += [name[2:] for name in found if name.startswith("no")]
+    return {*found, *compat.compiler_settings()}
+
+
+def _known(device: Any, options: Iterable[Option]) -> dict[str, Any]:
+    """The options in the spelling that the compiler knows, without those it does not
+    know in any."""
+    each = [list(option.spellings) for option in options]
+    while each:
+        now = dict(spellings[0] for spellings in each)
+        refused = refusal(device, _frozen(now))
+        if not refused:
+            return now
+        left = [s[1:] if re.search(rf"\b{s[0][0]}\b", refused) else s for s in each]
+        if left == each:  # the compiler has another trouble: not here
+            return {}
+        each = [spellings for spellings in left if spellings]
+    return {}
+
+
+@functools.cache
+def refusal(device: Any, options: Options) -> str:
+    """Why the compiler of `device` does not take these options, or `""`: tried on a
+    program that returns zero. Troubles of another kind, such as no memory, are raised;
+    they may have passed the next time."""
+    one = jax.sharding.SingleDeviceSharding(device)
+    with compat.at_top_level():
+        lowered = jax.jit(lambda: jax.numpy.float32(0), out_shardings=one).lower()
+    try:
+        lowered.compile(compiler_options=dict(options))
+    except (jax.errors.JaxRuntimeError, TypeError, ValueError) as error:
+        first = str(error).partition("\n")[0]
+        refused = first.startswith(_INVALID) or "No such compile option" in first
+        if isinstance(error, jax.errors.JaxRuntimeError) and not refused:
+            raise
+        return first.removeprefix(_INVALID).rstrip(".")
+    return ""
+
+
+def _frozen(options: Mapping[str, Any]) -> Options:
+    return tuple(sorted(options.items()))

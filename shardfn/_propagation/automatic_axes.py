@@ -1,0 +1,264 @@
+"""Notes on every move of a plan how automatic mesh axes split what it moves.
+
+In: a program, its plan, and the automatic splits of its state. Out: the plan, its moves
+with `Reshard.auto`. XLA partitions operations over automatic axes by itself, but
+gathers over them in front of a collective over another axis; so each collective runs
+on the parts that this propagation finds, by the same op sharding rules. Where XLA has
+split the value otherwise, it makes it so first: the bytes over our axes are the plan's.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from shardfn._core.automatic_axes import (
+    AutoAxes,
+    AutoSplit,
+    auto_names,
+    count,
+    free_of,
+    full,
+)
+from shardfn._core.op_sharding_rule import OpShardingRule, rule_of
+from shardfn._core.plan import Apply, BodyPlan, Reshard
+from shardfn._core.program import Atom, Node, Program, aval_of
+from shardfn._core.sharding import Unreduced
+from shardfn._core.sizes import elements
+
+ROUNDS = 3
+Splits = list[AutoSplit]
+Flow = tuple[Apply, Splits]
+
+
+def split_automatically(
+    program: Program,
+    body: BodyPlan,
+    inputs: Sequence[AutoSplit],
+    outputs: Sequence[AutoSplit],
+) -> BodyPlan:
+    """Notes the automatic splits of a whole step.
+
+    Args:
+      program: the step.
+      body: its plan.
+      inputs: how automatic axes split each argument.
+      outputs: how they will split each result.
+
+    Returns:
+      The plan with the splits on its moves.
+    """
+    if not any((*inputs, *outputs)):
+        return body
+    return _Walk(program, {}).run(body, inputs, outputs)[0]
+
+
+@dataclass(slots=True)
+class _Walk:
+    """One program, and the splits of its values.
+
+    Attributes:
+      program: the program.
+      rules: the rules of its equations and of those around it.
+      splits: what follows from the operands of what makes a value.
+      wanted: what follows from its uses.
+    """
+
+    program: Program
+    rules: dict[int, OpShardingRule | None]
+    splits: dict[int, AutoSplit] = field(default_factory=dict)
+    wanted: dict[int, AutoSplit] = field(default_factory=dict)
+
+    def run(
+        self,
+        body: BodyPlan,
+        inputs: Sequence[AutoSplit],
+        outputs: Sequence[AutoSplit] = (),
+    ) -> tuple[BodyPlan, Splits]:
+        """The plan with its moves noted, and the splits of the program's results."""
+        self.splits.update(zip(self.program.inputs, inputs, strict=True))
+        applied = [s for s in body.steps if isinstance(s, Apply)]
+        for step in applied:
+            node = self.program.nodes[step.node]
+            self.splits.update(zip(node.outputs, self.apply(step)[1], strict=True))
+        for atom, split in zip(self.program.outputs, outputs, strict=False):
+            self.want(atom, split)
+        for step in reversed(applied):
+            self.look_back(self.program.nodes[step.node])
+        steps = tuple(
+            self.note(s) if isinstance(s, Reshard) else self.apply(s)[0]
+            for s in body.steps
+        )
+        return replace(body, steps=steps), list(map(self.of, self.program.outputs))
+
+    def of(self, atom: Atom) -> AutoSplit:
+        return self.splits.get(atom, ()) if isinstance(atom, int) else ()
+
+    def want(self, atom: Atom, split: AutoSplit) -> None:
+        if isinstance(atom, int) and split and not self.of(atom):
+            self.wanted.setdefault(atom, split)
+
+    def will_be(self, atom: Atom) -> AutoSplit:
+        """How a value is or will be split: gradients end as their parameters are."""
+        wanted = self.wanted.get(atom, ()) if isinstance(atom, int) else ()
+        return self.of(atom) or wanted
+
+    def note(self, step: Reshard) -> Reshard:
+        value = step.source.value
+        is_sum = any(isinstance(s, Unreduced) for s in step.path[0])
+        split = self.will_be(value) if is_sum else self.of(value)
+        return replace(step, auto=free_of(split, step.path))
+
+    def apply(self, step: Apply) -> Flow:
+        """The step with its bodies noted, and the splits of its results."""
+        node = self.program.nodes[step.node]
+        operands = list(map(self.of, node.inputs))
+        if node.kind in _FLOW:
+            wanted = list(map(self.will_be, node.outputs))
+            return _FLOW[node.kind](self.rules, step, node, operands, wanted)
+        rule = self.rule(node)
+        if rule is None or not any(operands):
+            return step, [()] * len(node.outputs)
+        found = _factors(
+            rule, zip(rule.operands, operands, self.sizes(node.inputs), strict=True)
+        )
+        return step, [_in_value(dims, rule, found) for dims in rule.results]
+
+    def look_back(self, node: Node) -> None:
+        """What the results of an op, and its other operands, want of each operand."""
+        rule = self.rule(node) if node.kind == "op" else None
+        if rule is None:
+            return
+        atoms = (*node.outputs, *node.inputs)
+        sides = zip(
+            (*rule.results, *rule.operands),
+            map(self.will_be, atoms),
+            self.sizes(atoms),
+            strict=True,
+        )
+        found = _factors(rule, sides)
+        for atom, dims in zip(node.inputs, rule.operands, strict=True):
+            self.want(atom, _in_value(dims, rule, found))
+
+    def rule(self, node: Node) -> OpShardingRule | None:
+        key = id(node.eqn)
+        if key not in self.rules:
+            self.rules[key] = rule_of(node.eqn)
+        return self.rules[key]
+
+    def sizes(self, atoms: Sequence[Atom]) -> list[int]:
+        return [elements(aval_of(self.program, atom)) for atom in atoms]
+
+
+def _factors(
+    rule: OpShardingRule, sides: Iterable[tuple[Any, AutoSplit, int]]
+) -> dict[str, AutoAxes]:
+    """The factors that automatic axes split, given how they split some operands and
+    results. Those of larger values come first: each axis splits one factor of an op."""
+    found: dict[str, AutoAxes] = {}
+    for dims, split, _ in sorted(sides, key=lambda side: -side[2]):
+        for dim, axes in enumerate(split):
+            factor = rule.major(dims, dim) if axes else None
+            if factor is None or factor in found:
+                continue
+            is_taken = auto_names((axes,)) & auto_names(tuple(found.values()))
+            divides = rule.size(factor) % count(axes) == 0
+            if divides and not is_taken and rule.is_splittable(factor):
+                found[factor] = axes
+    return found
+
+
+def _in_value(dims: Any, rule: OpShardingRule, found: dict[str, AutoAxes]) -> AutoSplit:
+    return full([found.get(rule.major(dims, d) or "", ()) for d in range(len(dims))])
+
+
+# Control flow
+
+
+def _body(
+    rules: Any, node: Node, step: Apply, i: int, inputs: Splits, wanted: Splits
+) -> tuple[BodyPlan, Splits]:
+    return _Walk(node.bodies[i], rules).run(step.bodies[i], inputs, wanted)
+
+
+def _call(
+    rules: Any, step: Apply, node: Node, operands: Splits, wanted: Splits
+) -> Flow:
+    body, results = _body(rules, node, step, 0, operands, wanted)
+    return replace(step, bodies=(body,)), results
+
+
+def _passed_on(
+    rules: Any, step: Apply, node: Node, operands: Splits, wanted: Splits
+) -> Flow:
+    return step, operands
+
+
+def _cond(
+    rules: Any, step: Apply, node: Node, operands: Splits, wanted: Splits
+) -> Flow:
+    """A result is split as in the first branch that splits it."""
+    runs = [
+        _body(rules, node, step, i, operands[1:], wanted)
+        for i in range(len(node.bodies))
+    ]
+    results = [
+        next(filter(None, splits), ())
+        for splits in zip(*(results for _, results in runs), strict=True)
+    ]
+    return replace(step, bodies=tuple(body for body, _ in runs)), results
+
+
+def _scan(
+    rules: Any, step: Apply, node: Node, operands: Splits, wanted: Splits
+) -> Flow:
+    consts, carries = node.counts
+    start = consts + carries
+    rows = [full(split[1:]) for split in operands[start:]]
+    wanted = [*wanted[:carries], *(full(split[1:]) for split in wanted[carries:])]
+
+    def run(carry: Splits) -> tuple[BodyPlan, Splits]:
+        inputs = [*operands[:consts], *carry, *rows]
+        return _body(rules, node, step, 0, inputs, wanted)
+
+    carry, (body, results) = _settled(run, operands[consts:start])
+    stacked = [full(((), *split)) for split in results[carries:]]
+    return replace(step, bodies=(body,)), [*carry, *stacked]
+
+
+def _while(
+    rules: Any, step: Apply, node: Node, operands: Splits, wanted: Splits
+) -> Flow:
+    tests, consts = node.counts
+    start = tests + consts
+
+    def run(carry: Splits) -> tuple[BodyPlan, Splits]:
+        return _body(rules, node, step, 1, [*operands[tests:start], *carry], wanted)
+
+    carry, (body, _) = _settled(run, operands[start:])
+    test, _ = _body(rules, node, step, 0, [*operands[:tests], *carry], [])
+    return replace(step, bodies=(test, body)), carry
+
+
+def _settled(
+    run: Callable[[Splits], tuple[BodyPlan, Splits]], carry: Splits
+) -> tuple[Splits, tuple[BodyPlan, Splits]]:
+    """Carries that begin whole, as zeros do, take the split of what replaces them."""
+    out = run(carry)
+    for _ in range(ROUNDS):
+        joined = [a or b for a, b in zip(carry, out[1], strict=False)]
+        if joined == carry:
+            break
+        carry = joined
+        out = run(carry)
+    return carry, out
+
+
+_FLOW: dict[str, Callable[..., Flow]] = {
+    "remat": _call,
+    "custom": _call,
+    "barrier": _passed_on,
+    "constrain": _passed_on,
+    "cond": _cond,
+    "scan": _scan,
+    "while": _while,
+}

@@ -1,0 +1,274 @@
+"""The backward half of propagation: what consumers want of every value.
+
+In: a program and every node's decision. Out: per value, the shardings that its
+consumers take without a move, and the unreduced values that should be reduced where
+they are made.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardfn._core.op_sharding_rule import OpShardingRule
+from shardfn._core.program import Node, Program
+from shardfn._core.resharding import can_split
+from shardfn._core.sharding import (
+    Axes,
+    Sharding,
+    Split,
+    Unreduced,
+    flat_start,
+    is_unreduced,
+)
+from shardfn._core.sizes import elements, nbytes
+from shardfn._propagation.op_strategy import Decision, filled_factors
+from shardfn._propagation.preferences import Wants, union
+
+Place = tuple[int, int]
+"""A value and a mesh axis."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reviewed:
+    """What a backward pass found.
+
+    Attributes:
+      wants: per value, what its consumers want; absent if none has an opinion.
+      settled: unreduced values, per mesh axis, to be reduced where they are made.
+    """
+
+    wants: dict[int, Wants]
+    settled: frozenset[Place]
+
+    def news(self, before: "Reviewed") -> set[int]:
+        """The values of which it says something else than a pass before it."""
+        values = {value for value, _ in self.settled ^ before.settled}
+        values.update(before.wants.keys() - self.wants.keys())
+        was = before.wants.get
+        values.update(v for v, wants in self.wants.items() if was(v) != wants)
+        return values
+
+
+@dataclass(slots=True)
+class Memo:
+    """What equal equations share in every backward pass over one step.
+
+    Attributes:
+      passed: what an op wants of its operands, by its decision and by what is wanted of
+        its results. Equal equations share a decision, which the solver keeps alive.
+      joined: what two consumers want together.
+    """
+
+    passed: dict[tuple[Any, ...], tuple[Wants, ...]] = field(default_factory=dict)
+    joined: dict[tuple[Wants, Wants], Wants] = field(default_factory=dict)
+
+
+def review(
+    program: Program,
+    decisions: Sequence[Decision],
+    env: dict[int, Sharding],
+    required: Sequence[Sharding | None],
+    out_wants: Sequence[Wants],
+    keep: Sequence[bool],
+    axes: Axes,
+    memo: Memo,
+) -> Reviewed:
+    """Goes through the program backwards, from what is wanted of its outputs."""
+    pass_ = _Pass(program, env, axes, memo)
+    for j, atom in enumerate(program.outputs):
+        if isinstance(atom, int):
+            pass_.output(atom, required[j], out_wants[j], keep[j])
+    for node, decision in zip(
+        reversed(program.nodes), reversed(decisions), strict=True
+    ):
+        pass_.node(node, decision)
+    return Reviewed(pass_.wants, frozenset(pass_.settled))
+
+
+@dataclass(slots=True)
+class _Pass:
+    """State of one backward pass.
+
+    `sums` holds the values that are unreduced along some axis. `late` holds, for each
+    of them, the bytes to move if it is left to its consumers (an all-reduce moves twice
+    what a reduce-scatter does), `blocked` those of which some consumer needs the sum,
+    `merges` those that a consumer adds to another unreduced value.
+    """
+
+    program: Program
+    env: dict[int, Sharding]
+    axes: Axes
+    memo: Memo
+    wants: dict[int, Wants] = field(default_factory=dict)
+    sums: set[int] = field(init=False)
+    settled: set[Place] = field(default_factory=set)
+    late: dict[Place, float] = field(default_factory=dict)
+    cost: dict[Place, float] = field(default_factory=dict)
+    blocked: set[Place] = field(default_factory=set)
+    merges: set[Place] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.sums = {
+            value for value, sharding in self.env.items() if is_unreduced(sharding)
+        }
+
+    def add(self, value: int, wants: Wants) -> None:
+        """Notes what one more consumer of `value` wants."""
+        old = self.wants.get(value)
+        if old is None:
+            if any(wants):
+                self.wants[value] = wants
+        elif old is not wants:
+            pair = old, wants
+            joined = self.memo.joined.get(pair)
+            if joined is None:
+                joined = tuple(a | b for a, b in zip(*pair, strict=True))
+                self.memo.joined[pair] = joined
+            self.wants[value] = joined
+
+    def unreduced(self, value: int, axis: int) -> bool:
+        return isinstance(self.env[value][axis], Unreduced)
+
+    def output(
+        self, value: int, fixed: Sharding | None, wants: Wants, keep: bool
+    ) -> None:
+        states = fixed if fixed is not None else self.axes.replicated
+        given = (
+            frozenset({s}) if isinstance(s, Split) else opinions
+            for s, opinions in zip(states, wants, strict=True)
+        )
+        self.add(value, tuple(given))
+        for axis, state in enumerate(states):
+            if not self.unreduced(value, axis):
+                continue
+            may_stay = keep and (fixed is None or isinstance(state, Unreduced))
+            if not may_stay:
+                self.blocked.add((value, axis))
+
+    def born(self, value: int) -> None:
+        """All consumers of `value` are known: is it better reduced now or by them?"""
+        aval = self.program.avals[value]
+        wants = self.wants.get(value)
+        for axis in range(len(self.axes.names)):
+            place = (value, axis)
+            if not self.unreduced(value, axis):
+                continue
+            scatters = wants is not None and any(
+                w is not None
+                and can_split(aval.shape, self.axes.replicated, axis, w, self.axes)
+                for w in wants[axis]
+            )
+            own = nbytes(aval) * (1 if scatters else 2)
+            late = self.late.get(place, 0.0)
+            merged = place in self.merges
+            waits = place not in self.blocked and (
+                late < own or (merged and late <= own)
+            )
+            self.cost[place] = late if waits else own
+            if not waits:
+                self.settled.add(place)
+                self.merges.discard(place)
+
+    def node(self, node: Node, decision: Decision) -> None:
+        for value in node.outputs:
+            if value in self.sums:
+                self.born(value)
+        if any(isinstance(a, int) and a in self.sums for a in node.inputs):
+            for axis in range(len(self.axes.names)):
+                self.terms(node, decision, axis)
+        for atom, wants in zip(node.inputs, self.passed(node, decision), strict=True):
+            if isinstance(atom, int):
+                self.add(atom, wants)
+
+    def terms(self, node: Node, decision: Decision, axis: int) -> None:
+        """Notes what it costs to leave unreduced operands to this node."""
+        passed, stopped = set(), set()
+        for i, atom in enumerate(node.inputs):
+            if isinstance(atom, int) and self.unreduced(atom, axis):
+                stays = isinstance(decision.operands[i][axis], Unreduced)
+                (passed if stays else stopped).add(atom)
+        self.blocked.update((v, axis) for v in stopped)
+        if not passed:
+            return
+        results = [(r, axis) for r in node.outputs]
+        total = sum(self.cost.get(r, 0.0) for r in results)
+        merging = len(passed) > 1 or any(r in self.merges for r in results)
+        for value in passed:
+            place = (value, axis)
+            self.late[place] = self.late.get(place, 0.0) + total / len(passed)
+            if merging:
+                self.merges.add(place)
+
+    def passed(self, node: Node, decision: Decision) -> tuple[Wants, ...]:
+        """What a node wants of its operands, after what is wanted of its results."""
+        if node.kind != "op":
+            return tuple(map(_flow, decision.wants, decision.operands))
+        if node.rule is None:
+            return ((frozenset({None}),) * len(self.axes.names),) * len(node.inputs)
+        results = tuple(map(self.wants.get, node.outputs))
+        key = id(decision), results
+        known = self.memo.passed.get(key)
+        if known is None:
+            sizes = [elements(v.aval) for v in node.eqn.invars]
+            known = _op(node.rule, decision, sizes, results, self.axes)
+            self.memo.passed[key] = known
+        return known
+
+
+def _flow(wants: Wants, needed: Sharding) -> Wants:
+    """What control flow wants of one operand."""
+    open_to = (
+        frozenset() if isinstance(s, Unreduced) else opinions
+        for opinions, s in zip(wants, needed, strict=True)
+    )
+    return union(tuple(open_to), needed)
+
+
+def _op(
+    rule: OpShardingRule,
+    decision: Decision,
+    sizes: Sequence[int],
+    results: Sequence[Wants | None],
+    axes: Axes,
+) -> tuple[Wants, ...]:
+    """What an op wants of its operands, of these numbers of elements."""
+    filled = filled_factors(rule, decision.parts, axes)
+    chosen = {axis for _, axis in decision.parts}
+
+    def wanted(i: int, axis: int) -> frozenset[Split | None]:
+        state = decision.operands[i][axis]
+        if not sizes[i]:
+            return frozenset()
+        if isinstance(state, Split):
+            return frozenset({state})
+        if axis in chosen:
+            return frozenset({None} if state is None else ())
+        return frozenset(
+            _through(rule, dims, rule.operands[i], want, filled)
+            for dims, wants in zip(rule.results, results, strict=True)
+            for want in (wants[axis] if wants else ())
+        )
+
+    each = range(len(axes.names))
+    return tuple(tuple(wanted(i, a) for a in each) for i in range(len(sizes)))
+
+
+def _through(
+    rule: OpShardingRule,
+    result: Any,
+    operand: Any,
+    want: Split | None,
+    filled: frozenset[str],
+) -> Split | None:
+    """The split of an operand that makes the result split as wanted."""
+    if want is None:
+        return None
+    start = flat_start(want.dim)
+    if start is not None:
+        keeps = rule.flat and len(operand) > start and operand[:start] == result[:start]
+        return want if keeps else None
+    factor = rule.major(result, want.dim, filled)
+    if factor is None or not rule.is_splittable(factor, filled):
+        return None
+    dim = rule.dim_of(operand, factor)
+    return None if dim is None else Split(dim, want.stored)

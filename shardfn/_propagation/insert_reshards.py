@@ -1,0 +1,140 @@
+"""Decisions written out as a straight-line plan: where each value is moved and used.
+
+In: a program and every node's decision. Out: a `BodyPlan` with one `Reshard` in front
+of each use in another sharding; schedule passes then share, delay or hoist them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from shardfn._core.errors import where
+from shardfn._core.phases import last_phase
+from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step
+from shardfn._core.program import Atom, Node, Program
+from shardfn._core.resharding import reshard_path
+from shardfn._core.sharding import Axes, Sharding, Split
+from shardfn._core.sizes import itemsize
+from shardfn._propagation.op_strategy import Decision
+
+
+def plan_steps(
+    program: Program,
+    inputs: Sequence[Sharding],
+    decisions: Sequence[Decision],
+    env: dict[int, Sharding],
+    outputs: Sequence[Sharding],
+    phases: Sequence[str],
+    axes: Axes,
+) -> BodyPlan:
+    """Writes out the steps of one program.
+
+    Args:
+      program: the program.
+      inputs: shardings of its arguments.
+      decisions: one per node.
+      env: sharding of every value, as settled.
+      outputs: shardings to return.
+      phases: one per node.
+      axes: the mesh axes.
+
+    Returns:
+      The plan of the program.
+    """
+    writer = _Writer(program, env, axes)
+    for index, (node, decision) in enumerate(
+        zip(program.nodes, decisions, strict=True)
+    ):
+        writer.node(index, node, decision, phases[index])
+    last = phases[-1] if phases else "forward"
+    returned = tuple(
+        writer.version(atom, sharding, last)
+        for atom, sharding in zip(program.outputs, outputs, strict=True)
+    )
+    return BodyPlan(tuple(inputs), tuple(writer.steps), returned, tuple(outputs))
+
+
+@dataclass(slots=True)
+class _Writer:
+    program: Program
+    env: dict[int, Sharding]
+    axes: Axes
+    steps: list[Step] = field(default_factory=list)
+    current: dict[int, Ref] = field(default_factory=dict)
+    versions: dict[int, int] = field(default_factory=dict)
+
+    def node(self, index: int, node: Node, decision: Decision, phase: str) -> None:
+        operands = tuple(
+            self.version(atom, sharding, phase)
+            for atom, sharding in zip(node.inputs, decision.operands, strict=True)
+        )
+        self.steps.append(
+            Apply(
+                node=index,
+                primitive=node.eqn.primitive.name,
+                operands=operands,
+                operand_shardings=decision.operands,
+                result_shardings=decision.made,
+                parts=decision.parts,
+                bodies=decision.bodies,
+                fallback=decision.fallback,
+                place=where(node.eqn) if decision.fallback else "",
+                times=_times(node),
+            )
+        )
+        for value, made, settled in zip(
+            node.outputs, decision.made, decision.settled, strict=True
+        ):
+            if not same_blocks(made, settled):
+                self.current[value] = self.move(
+                    Ref(value), made, settled, last_phase(node, phase), stored=False
+                )
+
+    def version(self, atom: Atom, sharding: Sharding, phase: str) -> Ref | None:
+        """A version of `atom` in `sharding`, moved here if it has to be."""
+        if not isinstance(atom, int):
+            return None
+        now = self.env[atom]
+        ref = self.current.get(atom, Ref(atom))
+        if same_blocks(now, sharding):
+            return ref
+        stored = any(isinstance(s, Split) and s.stored for s in now)
+        return self.move(ref, now, sharding, phase, stored)
+
+    def move(
+        self, source: Ref, start: Sharding, end: Sharding, phase: str, stored: bool
+    ) -> Ref:
+        aval = self.program.avals[source.value]
+        number = self.versions.get(source.value, 0) + 1
+        self.versions[source.value] = number
+        result = Ref(source.value, number)
+        path = reshard_path(
+            without_origin(start), without_origin(end), aval.shape, self.axes
+        )
+        self.steps.append(
+            Reshard(
+                source=source,
+                result=result,
+                path=path,
+                shape=tuple(aval.shape),
+                dtype=str(aval.dtype),
+                itemsize=itemsize(aval),
+                phase=phase,
+                stored=stored,
+            )
+        )
+        return result
+
+
+def without_origin(sharding: Sharding) -> Sharding:
+    """`sharding` without the note whether a split comes from the batch or the state."""
+    return tuple(Split(s.dim) if isinstance(s, Split) else s for s in sharding)
+
+
+def same_blocks(a: Sharding, b: Sharding) -> bool:
+    return a == b or without_origin(a) == without_origin(b)
+
+
+def _times(node: Node) -> int | None:
+    if node.kind == "while":
+        return None
+    return node.eqn.params["length"] if node.kind == "scan" else 1

@@ -1,0 +1,49 @@
+"""What the consumers of a value want, and what follows for its sharding.
+
+In: a sharding and wants. Out: the sharding that suits them.
+"""
+
+from typing import Any
+
+from shardfn._core.resharding import can_split
+from shardfn._core.sharding import Axes, Sharding, Split, Unreduced, on_axis
+
+Wants = tuple[frozenset[Split | None], ...]
+"""Per mesh axis, the shardings that a value's consumers would take without a move."""
+
+
+def reduced(state: Sharding, wants: Wants, aval: Any, axes: Axes) -> Sharding:
+    """`state` with unreduced axes split as wanted, or else replicated."""
+    out = state
+    for axis, s in enumerate(state):
+        if isinstance(s, Unreduced):
+            out = on_axis(out, axis, None)
+            split = preferred(wants[axis])
+            if split and can_split(aval.shape, out, axis, split, axes):
+                out = on_axis(out, axis, split)
+    return out
+
+
+def split_as_wanted(state: Sharding, wants: Wants, aval: Any, axes: Axes) -> Sharding:
+    """A replicated `state`, split as its consumers want it if none wants it whole."""
+    for axis, opinions in enumerate(wants):
+        split = preferred(opinions)
+        if split is None or None in opinions:
+            continue
+        if can_split(aval.shape, state, axis, split, axes):
+            state = on_axis(state, axis, split)
+    return state
+
+
+def preferred(opinions: frozenset[Split | None]) -> Split | None:
+    """The split that most of a value's cost hangs on: a stored one before a batch
+    one."""
+    splits = [s for s in opinions if s is not None]
+    return min(splits, key=lambda s: (not s.stored, s.dim)) if splits else None
+
+
+def union(wants: Wants, state: Sharding) -> Wants:
+    return tuple(
+        w | {s} if isinstance(s, Split) else w
+        for w, s in zip(wants, state, strict=True)
+    )

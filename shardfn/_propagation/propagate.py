@@ -1,0 +1,334 @@
+"""From a traced step and the shardings of its arguments to a plan. Touches no arrays.
+
+Each round goes forward, deciding every node from its operands, then backward, noting
+what consumers want of each value and which unreduced values should be reduced where
+they are made. A few rounds settle; any round's decisions are a correct plan.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardfn._core.constraint import constrained, wanted
+from shardfn._core.leaf_options import NOTHING_ASKED, Control
+from shardfn._core.op_sharding_rule import OpShardingRule
+from shardfn._core.phases import FORWARD, node_phases
+from shardfn._core.plan import BodyPlan
+from shardfn._core.program import Atom, Node, Program, aval_of
+from shardfn._core.sharding import Axes, Sharding, Split
+from shardfn._core.sizes import elements
+from shardfn._propagation.backward import Memo, Reviewed, review
+from shardfn._propagation.control_flow import FlowSite, Solved
+from shardfn._propagation.insert_reshards import plan_steps
+from shardfn._propagation.op_strategy import Decision, OpSite
+from shardfn._propagation.preferences import Wants, reduced
+from shardfn._propagation.result_shardings import settled
+
+ROUNDS = 5
+
+
+@dataclass(slots=True)
+class Solver:
+    """Solves the bodies of one traced step.
+
+    Attributes:
+      axes: the mesh axes.
+      small: unreduced values with fewer elements are reduced as late as possible: they
+        cost latency, not bytes.
+      control: which sums of loops to leave unreduced until after them.
+    """
+
+    axes: Axes
+    small: int
+    control: Control
+    memo: dict[Any, Solved] = field(default_factory=dict)
+    ops: dict[Hashable, Decision] = field(default_factory=dict)
+    reviews: Memo = field(default_factory=Memo)
+
+    def solve(
+        self,
+        program: Program,
+        inputs: Sequence[Sharding],
+        required: Sequence[Sharding | None],
+        wants: Sequence[Wants],
+        keep: Sequence[bool],
+        phase: str,
+    ) -> Solved:
+        """Plans one program.
+
+        Args:
+          program: the step, or a body of its control flow.
+          inputs: shardings of its arguments.
+          required: shardings that its outputs must have; None for any.
+          wants: what the consumers of its outputs would take.
+          keep: whether an output may stay unreduced.
+          phase: the phase that it starts in.
+
+        Returns:
+          The plan, and what the program wants its arguments in.
+        """
+        key = (
+            id(program),
+            tuple(inputs),
+            tuple(required),
+            tuple(wants),
+            tuple(keep),
+            phase,
+        )
+        if key not in self.memo:
+            self.memo[key] = _Body(
+                self,
+                program,
+                inputs,
+                required,
+                wants,
+                keep,
+                node_phases(program, phase),
+            ).solve()
+        return self.memo[key]
+
+
+@dataclass(slots=True)
+class _Body:
+    """One program while it is solved."""
+
+    solver: Solver
+    program: Program
+    inputs: Sequence[Sharding]
+    required: Sequence[Sharding | None]
+    out_wants: Sequence[Wants]
+    keep: Sequence[bool]
+    phases: Sequence[str]
+    env: dict[int, Sharding] = field(default_factory=dict)
+    decisions: list[Decision] = field(default_factory=list)
+
+    def solve(self) -> Solved:
+        self.env.update(zip(self.program.inputs, self.inputs, strict=True))
+        replicated = self.solver.axes.replicated
+        self.env.update((v, replicated) for v, _ in self.program.constants)
+        reviewed = Reviewed({}, frozenset())
+        self.first(reviewed)
+        for _ in range(ROUNDS):
+            again = self.review()
+            again = Reviewed(again.wants, again.settled | reviewed.settled)
+            news = again.news(reviewed)
+            if not news:
+                break
+            reviewed = again
+            self.again(reviewed, news)
+        plan = plan_steps(
+            self.program,
+            self.inputs,
+            self.decisions,
+            self.env,
+            [self.output(j, reviewed) for j in range(len(self.required))],
+            self.phases,
+            self.solver.axes,
+        )
+        wants = reviewed.wants
+        nothing = self.nothing
+        return Solved(plan, tuple(wants.get(v, nothing) for v in self.program.inputs))
+
+    def review(self) -> Reviewed:
+        """Goes backward over what a forward round decided."""
+        return review(
+            self.program,
+            self.decisions,
+            self.env,
+            self.required,
+            self.out_wants,
+            self.keep,
+            self.solver.axes,
+            self.solver.reviews,
+        )
+
+    @property
+    def nothing(self) -> Wants:
+        return (frozenset(),) * len(self.solver.axes.names)
+
+    def output(self, j: int, reviewed: Reviewed) -> Sharding:
+        """The sharding in which output `j` is returned."""
+        fixed, atom = self.required[j], self.program.outputs[j]
+        if fixed is not None:
+            return fixed
+        state = self.state(atom)
+        if self.keep[j]:
+            return state
+        wants = self.out_wants[j]
+        return reduced(state, wants, aval_of(self.program, atom), self.solver.axes)
+
+    def state(self, atom: Atom) -> Sharding:
+        return self.env[atom] if isinstance(atom, int) else self.solver.axes.replicated
+
+    def first(self, reviewed: Reviewed) -> None:
+        """Decides every node in order; also the sharding of every value."""
+        for node, phase in zip(self.program.nodes, self.phases, strict=True):
+            decision = self.decide(node, reviewed, phase)
+            self.decisions.append(decision)
+            self.env.update(zip(node.outputs, decision.settled, strict=True))
+
+    def again(self, reviewed: Reviewed, news: set[int]) -> None:
+        """Decides again what depends on `news`, the values of which the review says
+        something new, or on a value whose sharding changes thereby."""
+        moved: set[int] = set()
+        for index, node in enumerate(self.program.nodes):
+            same = node.kind == "op" and news.isdisjoint(node.outputs)
+            if same and not any(isinstance(a, int) and a in moved for a in node.inputs):
+                continue
+            decision = self.decide(node, reviewed, self.phases[index])
+            self.decisions[index] = decision
+            for value, state in zip(node.outputs, decision.settled, strict=True):
+                if self.env[value] != state:
+                    self.env[value] = state
+                    moved.add(value)
+
+    def decide(self, node: Node, reviewed: Reviewed, phase: str) -> Decision:
+        states = tuple(map(self.state, node.inputs))
+        nothing, axes = self.nothing, self.solver.axes
+        wants = tuple(reviewed.wants.get(v, nothing) for v in node.outputs)
+        now = tuple(self.is_settled(v, reviewed) for v in node.outputs)
+        if node.kind == "op" and node.rule is not None:
+            # Equal layers are decided once: equal equations have one rule object.
+            key = id(node.rule), states, wants, now, node.kinds
+            decision = self.solver.ops.get(key)
+            if decision is None:
+                decision = self.op(node, node.rule, states, wants)
+                decision = settled(
+                    node, decision, states, self.result_avals(node), wants, now, axes
+                )
+                self.solver.ops[key] = decision
+            return decision
+        if node.kind == "op":
+            decision = self.fallback(node, states)
+        else:
+            decision = self.flow(node, states, wants, reviewed, phase)
+        return settled(
+            node, decision, states, self.result_avals(node), wants, now, axes
+        )
+
+    def op(
+        self,
+        node: Node,
+        rule: OpShardingRule,
+        states: Sequence[Sharding],
+        wants: Sequence[Wants],
+    ) -> Decision:
+        site = OpSite(
+            rule=rule,
+            operand_avals=self.operand_avals(node),
+            result_avals=self.result_avals(node),
+            states=states,
+            wants=wants,
+            kinds=node.kinds,
+            axes=self.solver.axes,
+            small=self.solver.small,
+        )
+        operands, results, parts = site.decide()
+        made = tuple(results)
+        return Decision(tuple(operands), made, made, tuple(parts))
+
+    def fallback(self, node: Node, states: Sequence[Sharding]) -> Decision:
+        """An op without a rule runs on whole operands."""
+        replicated = self.solver.axes.replicated
+        whole = (replicated,) * len(node.inputs)
+        made = (replicated,) * len(node.outputs)
+        gathers = not node.eqn.effects and any(s != replicated for s in states)
+        return Decision(whole, made, made, fallback=gathers)
+
+    def flow(
+        self,
+        node: Node,
+        states: tuple[Sharding, ...],
+        wants: tuple[Wants, ...],
+        reviewed: Reviewed,
+        phase: str,
+    ) -> Decision:
+        if node.kind == "barrier":
+            return Decision(states, states, states, wants=wants)
+        if node.kind == "constrain":
+            made = constrained(node.eqn, states[0], self.solver.axes)
+            back = wanted(node.eqn, made, wants[0])
+            return Decision((made,), (made,), (made,), wants=(back,))
+        return FlowSite(
+            node=node,
+            operand_avals=self.operand_avals(node),
+            result_avals=self.result_avals(node),
+            states=states,
+            wants=wants,
+            operand_wants=[
+                reviewed.wants.get(a, self.nothing)
+                if isinstance(a, int)
+                else self.nothing
+                for a in node.inputs
+            ],
+            keep=[self.may_keep(node, v, reviewed) for v in node.outputs],
+            axes=self.solver.axes,
+            small=self.solver.small,
+            phase=phase,
+            solve=self.solver.solve,
+            control=self.solver.control,
+        ).decide()
+
+    def operand_avals(self, node: Node) -> list[Any]:
+        return [aval_of(self.program, a) for a in node.inputs]
+
+    def result_avals(self, node: Node) -> list[Any]:
+        return [self.program.avals[v] for v in node.outputs]
+
+    def may_keep(self, node: Node, value: int, reviewed: Reviewed) -> bool:
+        """Whether a result of control flow may leave it unreduced.
+
+        What a loop makes in every iteration may if it is small, and is then reduced
+        once, after the loop; so may gradients that a loop around this one defers. A
+        custom derivative takes cotangents of whole results.
+        """
+        if node.kind == "custom":
+            return False
+        if node.kind != "remat" and not self.defers(node, value):
+            return elements(self.program.avals[value]) < self.solver.small
+        axes = range(len(self.solver.axes.names))
+        return all((value, axis) not in reviewed.settled for axis in axes)
+
+    def defers(self, node: Node, value: int) -> bool:
+        """Whether `value` is what a scan stacks of a gradient to be deferred."""
+        if node.kind != "scan" or node.outputs.index(value) < node.counts[1]:
+            return False
+        leaf = self.program.leaf(value)
+        return self.solver.control.of(leaf).accumulate == "defer"
+
+    def is_settled(self, value: int, reviewed: Reviewed) -> tuple[bool, ...]:
+        """Per mesh axis, whether `value` is to be reduced where it is made."""
+        axes = range(len(self.solver.axes.names))
+        return tuple((value, axis) in reviewed.settled for axis in axes)
+
+
+def propagate(
+    program: Program,
+    inputs: Sequence[Sharding],
+    required: Sequence[Sharding | None],
+    axes: Axes,
+    small: int,
+    control: Control = NOTHING_ASKED,
+) -> BodyPlan:
+    """Plans a whole step.
+
+    Args:
+      program: the traced step.
+      inputs: sharding of every argument.
+      required: sharding of every output that is given (the state's); None for others.
+      axes: the mesh axes.
+      small: elements below which unreduced values are reduced as late as possible.
+      control: what is asked of the sums that loops accumulate.
+
+    Returns:
+      The plan of the step, before any schedule pass.
+    """
+    solver = Solver(axes, small, control)
+    wants = [
+        tuple(frozenset({s}) if isinstance(s, Split) else frozenset({None}) for s in r)
+        if r is not None
+        else (frozenset(),) * len(axes.names)
+        for r in required
+    ]
+    keep = [False] * len(required)
+    return solver.solve(program, inputs, required, wants, keep, FORWARD).plan

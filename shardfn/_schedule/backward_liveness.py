@@ -1,0 +1,264 @@
+"""Chooses what is held while a loop over layers runs backward.
+
+In: a scheduled plan. Out: the plan, in which such a loop waits for the reduce-scatters
+of large gradients that stand in front of it. A large product that is one term of a sum
+which is complete only behind the loop, such as that of a tied table, is made on the
+side on which fewer bytes wait: the term, or what it is made of. Large constants, such
+as the zeros that a lookup's gradient is added to, are made behind the loop if they are
+used there. A compiler would keep whole logits until it needs the gradient of a table,
+and make the zeros that another table's is added to before the step begins.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from shardfn._core.phases import BACKWARD, mixes_passes
+from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step, reading, reads
+from shardfn._core.program import Node, Program
+from shardfn._core.sharding import Axes, Sharding, is_unreduced, local_shape
+from shardfn._core.sizes import itemsize
+from shardfn._schedule.bodies import inside
+from shardfn._schedule.chain_reduce_scatters import PACE_BYTES, scatters_alone
+from shardfn._schedule.wire_dtypes import sums_gradient
+
+
+def hold(program: Program, body: BodyPlan, axes: Axes) -> BodyPlan:
+    """Ties the loops of the backward pass to the gradients around them.
+
+    Args:
+      program: the program.
+      body: its plan, scheduled otherwise.
+      axes: the mesh axes.
+
+    Returns:
+      The plan.
+    """
+    if not mixes_passes(program):
+        return body
+    body = inside(program, body, lambda p, b: hold(p, b, axes))
+    waited: set[Ref] = set()
+    for step in body.steps:
+        if isinstance(step, Apply) and _is_loop(program, step):
+            around = _Around(program, body, axes, step.node, waited)
+            body = around.held()
+    return body
+
+
+def _node(program: Program, step: Apply) -> Node:
+    return program.nodes[step.node]
+
+
+def _is_loop(program: Program, step: Apply) -> bool:
+    """Whether a step is a loop of the backward pass that moves parameters itself."""
+    node = _node(program, step)
+    if node.kind not in ("scan", "while") or not node.backward or not node.outputs:
+        return False
+    inner = zip(node.bodies, step.bodies, strict=True)
+    return not node.is_unrolled and any(_moves(p, b) for p, b in inner)
+
+
+def _moves(program: Program, body: BodyPlan) -> bool:
+    for step in body.steps:
+        if isinstance(step, Reshard):
+            if step.gathers_state or sums_gradient(program, step):
+                return True
+            continue
+        inner = zip(_node(program, step).bodies, step.bodies, strict=True)
+        if any(_moves(p, b) for p, b in inner):
+            return True
+    return False
+
+
+def _reading(step: Apply, old: Ref, tie: Reshard) -> Apply:
+    """`step`, reading the tied version in place of the `old` one."""
+    new = reading(step, lambda ref: tie.result if ref == old else ref)
+    assert isinstance(new, Apply)
+    return new
+
+
+@dataclass(slots=True)
+class _Around:
+    """One body, while what waits around the loop of one node is chosen.
+
+    `waited` are versions that a loop before it has waited for. `at` is the index of the
+    loop's step. Per version, `makers` has the index of the step that makes it,
+    `readers` those of the steps that read it, and `shardings` how it is sharded;
+    `versions` counts those of a value.
+    """
+
+    program: Program
+    body: BodyPlan
+    axes: Axes
+    node: int
+    waited: set[Ref]
+    at: int = field(init=False)
+    makers: dict[Ref, int] = field(default_factory=dict)
+    readers: dict[Ref, list[int]] = field(default_factory=dict)
+    shardings: dict[Ref, Sharding] = field(default_factory=dict)
+    versions: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for index, step in enumerate(self.body.steps):
+            if isinstance(step, Apply) and step.node == self.node:
+                self.at = index
+            for ref, sharding in self.made(step):
+                self.makers[ref], self.shardings[ref] = index, sharding
+            for ref in set(reads(step)):
+                self.readers.setdefault(ref, []).append(index)
+        made = (s.exports for s in self.body.steps if isinstance(s, Apply))
+        known = (*self.makers, *self.readers, *itertools.chain(*made))
+        for ref in (*known, *self.body.imports):
+            newest = self.versions.get(ref.value, 0)
+            self.versions[ref.value] = max(newest, ref.version)
+
+    def made(self, step: Step) -> Iterator[tuple[Ref, Sharding]]:
+        if isinstance(step, Reshard):
+            yield step.result, step.path[-1]
+        else:
+            outputs = map(Ref, _node(self.program, step).outputs)
+            yield from zip(outputs, step.result_shardings, strict=True)
+
+    def held(self) -> BodyPlan:
+        steps, at = self.body.steps, self.at
+        ready: list[Ref] = []
+        terms: list[Ref] = []
+        late: dict[int, list[Ref]] = {}
+        for index, step in enumerate(steps[:at]):
+            if scatters_alone(step, self.program):
+                ready.append(step.result)
+            for chain in self.term(index):
+                made_of = self.freed(chain[0])
+                terms.append(self.result(chain[-1]))
+                if self.local_bytes(terms[-1]) <= sum(map(self.local_bytes, made_of)):
+                    ready.append(terms[-1])
+                elif made_of:
+                    late |= {chain[0]: made_of} | dict.fromkeys(chain[1:], [])
+        loop = steps[at]
+        assert isinstance(loop, Apply)
+        new = [step for index, step in enumerate(steps[:at]) if index not in late]
+        start = self.cotangent(loop)
+        if start is not None:
+            for ref in ready:
+                if ref in self.waited:
+                    continue
+                self.waited.add(ref)
+                tie = self.tie(start, ref)
+                loop, start = _reading(loop, start, tie), tie.result
+                new.append(tie)
+        new.append(loop)
+        end = self.result(at)
+        for index, made_of in late.items():
+            step = steps[index]
+            assert isinstance(step, Apply)
+            for ref in made_of:
+                tie = self.tie(ref, end)
+                step = _reading(step, ref, tie)
+                new.append(tie)
+            new.append(step)
+        sums = {self.program.leaf(ref.value) for ref in terms}
+        new += (self.begun(i, end, sums) for i in range(at + 1, len(steps)))
+        return replace(self.body, steps=tuple(new))
+
+    def begun(self, index: int, end: Ref, sums: set[str]) -> Step:
+        """A step behind the loop; no earlier than its end, if it makes a large value of
+        literals alone. But not of `sums`, leaves that have a term in front of the loop:
+        XLA adds to that term in place of zeros."""
+        step = self.body.steps[index]
+        if not isinstance(step, Apply) or set(step.operands) != {None}:
+            return step
+        node = _node(self.program, step)
+        pure = node.kind == "op" and node.backward and not node.eqn.effects
+        if not pure or len(node.outputs) != 1 or self.nbytes(index) < PACE_BYTES:
+            return step
+        leaf = self.program.leaf(node.outputs[0])
+        return step if leaf in sums else replace(step, after=end)
+
+    def term(self, index: int) -> Iterator[list[int]]:
+        """If step `index` makes a large term that is first read behind the loop, the
+        steps that make it, from the one whose operands are no terms on."""
+        first = min(self.readers_of(index), default=0) if self.is_term(index) else 0
+        if first <= self.at:
+            return
+        chain = [index]
+        while terms := self.terms_in(chain[0]):
+            before = self.makers.get(terms[0], -1)
+            alone = len(terms) == 1 and before >= 0 and self.is_term(before)
+            if not alone or self.readers_of(before) != chain[:1]:
+                return
+            chain.insert(0, before)
+        yield chain
+
+    def is_term(self, index: int) -> bool:
+        step = self.body.steps[index]
+        if not isinstance(step, Apply) or len(step.result_shardings) != 1:
+            return False
+        node = _node(self.program, step)
+        if node.kind != "op" or not node.backward:
+            return False
+        large = self.nbytes(index) >= PACE_BYTES
+        return large and is_unreduced(step.result_shardings[0])
+
+    def terms_in(self, index: int) -> list[Ref]:
+        step = self.body.steps[index]
+        assert isinstance(step, Apply)
+        pairs = zip(step.operands, step.operand_shardings, strict=True)
+        return [ref for ref, s in pairs if ref is not None and is_unreduced(s)]
+
+    def freed(self, index: int) -> list[Ref]:
+        """Operands of a step in front of the loop that nothing else reads behind it;
+        what is stored, or handed out, is there in any case."""
+        stays = {*self.body.outputs, *self.body.exports}
+        return [
+            ref
+            for ref in dict.fromkeys(reads(self.body.steps[index]))
+            if ref in self.makers
+            and ref not in stays
+            and all(i < self.at or i == index for i in self.readers[ref])
+        ]
+
+    def result(self, index: int) -> Ref:
+        """The first result of a step."""
+        step = self.body.steps[index]
+        assert isinstance(step, Apply)
+        return Ref(_node(self.program, step).outputs[0])
+
+    def readers_of(self, index: int) -> list[int]:
+        return self.readers.get(self.result(index), [])
+
+    def nbytes(self, index: int) -> int:
+        return self.local_bytes(self.result(index))
+
+    def local_bytes(self, ref: Ref) -> int:
+        aval = self.program.avals[ref.value]
+        shape = local_shape(aval.shape, self.shardings[ref], self.axes)
+        return math.prod(shape) * itemsize(aval)
+
+    def cotangent(self, loop: Apply) -> Ref | None:
+        """An operand of the loop, no term, that the backward pass makes."""
+        for ref in loop.operands:
+            if ref is None or ref not in self.makers:
+                continue
+            step = self.body.steps[self.makers[ref]]
+            backward = isinstance(step, Apply) and _node(self.program, step).backward
+            if backward and not is_unreduced(self.shardings[ref]):
+                return ref
+        return None
+
+    def tie(self, ref: Ref, after: Ref) -> Reshard:
+        """A version of `ref` that waits for `after`."""
+        aval = self.program.avals[ref.value]
+        self.versions[ref.value] += 1
+        result = Ref(ref.value, self.versions[ref.value])
+        self.shardings[result] = self.shardings[ref]
+        return Reshard(
+            source=ref,
+            result=result,
+            path=(self.shardings[ref],),
+            shape=tuple(aval.shape),
+            dtype=str(aval.dtype),
+            itemsize=itemsize(aval),
+            phase=BACKWARD,
+            after=after,
+        )

@@ -1,0 +1,98 @@
+"""Sends the gradients of unrolled layers with remat away one after the other.
+
+In: a scheduled plan. Out: the plan, in which the reduce-scatter of a large gradient in
+a remat waits for the one before it. XLA combines collectives that do not depend on each
+other: it would make one of all of them, at the end of the step, and hold every whole
+gradient until then. A loop's iterations keep their sums apart by themselves; without
+remat the activations that the backward pass sets free outweigh the gradients.
+"""
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import TypeGuard
+
+from shardfn._core.phases import BACKWARD, mixes_passes
+from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step, fresh
+from shardfn._core.program import Node, Program
+from shardfn._core.sharding import Split
+from shardfn._schedule.bodies import inside
+from shardfn._schedule.wire_dtypes import sums_gradient
+
+PACE_BYTES = 2**20
+"""Smaller gradients move when, and together with what, the compiler likes."""
+
+
+def scatters_alone(step: Step, program: Program) -> TypeGuard[Reshard]:
+    """Whether a step scatters a large gradient, by itself."""
+    if not _scatters(step, program) or step.together is not None:
+        return False
+    return math.prod(step.shape) * step.itemsize >= PACE_BYTES
+
+
+def _scatters(step: Step, program: Program) -> TypeGuard[Reshard]:
+    if not isinstance(step, Reshard) or step.phase != BACKWARD:
+        return False
+    splits = any(isinstance(s, Split) for s in step.path[-1])
+    return splits and sums_gradient(program, step)
+
+
+def pace(program: Program, body: BodyPlan) -> BodyPlan:
+    """Chains the reduce-scatters of the backward pass in every body that holds it.
+
+    Args:
+      program: the program.
+      body: its plan, scheduled otherwise.
+
+    Returns:
+      The plan.
+    """
+    if not mixes_passes(program):
+        return body
+    return _Chain(program, inside(program, body, pace)).linked()
+
+
+@dataclass(slots=True)
+class _Chain:
+    """State while the reduce-scatters of one body are linked; `last` is the newest."""
+
+    program: Program
+    body: BodyPlan
+    last: Ref | None = None
+    steps: list[Step] = field(default_factory=list)
+
+    def linked(self, in_remat: bool = False) -> BodyPlan:
+        chained = in_remat or any(map(self.is_unit, self.body.steps))
+        for step in self.body.steps:
+            if isinstance(step, Apply):
+                step = self.unit(step, self.program.nodes[step.node])
+            elif chained and _scatters(step, self.program):
+                # A small one waits too, or XLA may combine it with an early link.
+                step = replace(step, after=step.after or self.last)
+                if scatters_alone(step, self.program):
+                    self.last = step.result
+            self.steps.append(step)
+        return replace(self.body, steps=tuple(self.steps))
+
+    def is_unit(self, step: Step) -> bool:
+        """Whether a step is a remat that scatters large gradients."""
+        if not isinstance(step, Apply) or self.program.nodes[step.node].kind != "remat":
+            return False
+        inner = _Chain(self.program.nodes[step.node].bodies[0], step.bodies[0])
+        return any(scatters_alone(s, inner.program) for s in inner.body.steps)
+
+    def unit(self, step: Apply, node: Node) -> Apply:
+        """A remat, of which the first scatter waits for the last one before it."""
+        if not self.is_unit(step):
+            return step
+        (body,), program = step.bodies, node.bodies[0]
+        inner = _Chain(program, body)
+        if self.last is not None:
+            inner.last = fresh(body, program.inputs[0])
+            inner.body = replace(body, imports=(*body.imports, inner.last))
+            step = replace(step, imports=(*step.imports, self.last))
+        body = inner.linked(in_remat=True)
+        assert inner.last is not None
+        body = replace(body, exports=(*body.exports, inner.last))
+        whole = replace(self.body, steps=(*self.steps, *self.body.steps))
+        self.last = fresh(whole, node.outputs[0])
+        return replace(step, bodies=(body,), exports=(*step.exports, self.last))

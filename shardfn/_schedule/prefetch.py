@@ -1,0 +1,149 @@
+"""Gathers the weights of scanned layers some iterations before they are used.
+
+In: a plan whose scans gather what they scan over. Out: the plan, in which these gathers
+and the casts in front of them run ahead of the rest of the body: the loop carries the
+coming layers' gathered weights, so that they cross the wire while a layer computes.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from shardfn._core.leaf_options import Control
+from shardfn._core.plan import Ahead, Apply, BodyPlan, Ref, Reshard, Step, fresh, reads
+from shardfn._core.program import Program
+
+
+def prefetch(program: Program, body: BodyPlan, control: Control) -> BodyPlan:
+    """Takes gathers of scanned weights ahead, in every scan of a plan.
+
+    Args:
+      program: the program.
+      body: its scheduled plan.
+      control: how many iterations ahead each leaf is gathered.
+
+    Returns:
+      The plan.
+    """
+    steps: list[Step] = []
+    for step in body.steps:
+        if isinstance(step, Apply) and step.bodies:
+            node = program.nodes[step.node]
+            inner = zip(node.bodies, step.bodies, strict=True)
+            bodies = tuple(prefetch(p, plan, control) for p, plan in inner)
+            step = replace(step, bodies=bodies)
+            if node.kind == "scan" and not node.is_unrolled:
+                scanned = node.bodies[0].inputs[sum(node.counts) :]
+                constants = node.bodies[0].inputs[: node.counts[0]]
+                given = [Ref(v) for v in (*constants, *scanned)]
+                given += step.bodies[0].imports
+                step = _scan(node.bodies[0], step, given, control)
+        steps.append(step)
+    return replace(body, steps=tuple(steps))
+
+
+def _scan(
+    program: Program, step: Apply, given: Sequence[Ref], control: Control
+) -> Apply:
+    (body,) = step.bodies
+    ahead = []
+    for asked in sorted(_leads(program, body, control)):
+        part, body = _Part(program, body, control, asked).take(given)
+        lead = min(asked, (step.times or 1) - 1)
+        if part.exports:
+            part = replace(part, imports=step.bodies[0].imports)
+            ahead.append(Ahead(lead, part))
+    return replace(step, bodies=(body,), ahead=tuple(ahead))
+
+
+def _leads(program: Program, body: BodyPlan, control: Control) -> set[int]:
+    """How many iterations ahead the gathers of a body are asked to run, if any."""
+    found: set[int] = set()
+    for step in body.steps:
+        if isinstance(step, Apply):
+            node = program.nodes[step.node]
+            if node.kind == "remat":
+                found |= _leads(node.bodies[0], step.bodies[0], control)
+        elif step.gathers_state:
+            found.add(control.of(program.leaf(step.source.value)).prefetch)
+    return found - {0}
+
+
+@dataclass(slots=True)
+class _Part:
+    """One body while the gathers that run `lead` iterations ahead are taken out."""
+
+    program: Program
+    body: BodyPlan
+    control: Control
+    lead: int
+    ahead: list[Step] = field(default_factory=list)
+    rest: list[Step] = field(default_factory=list)
+    exports: list[Ref] = field(default_factory=list)
+
+    def take(self, given: Iterable[Ref]) -> tuple[BodyPlan, BodyPlan]:
+        """The part that runs ahead, from `given` alone, and the rest, which imports
+        what that exports."""
+        known = set(given) | {Ref(v) for v, _ in self.program.constants}
+        for step in self.body.steps:
+            if isinstance(step, Reshard):
+                self.move(step, known)
+            else:
+                self.apply(step, known)
+        rest = replace(
+            self.body,
+            steps=tuple(self.rest),
+            imports=(*self.body.imports, *self.exports),
+        )
+        part = BodyPlan(
+            (), self.needed(), (), (), self.body.imports, tuple(self.exports)
+        )
+        return part, rest
+
+    def move(self, step: Reshard, known: set[Ref]) -> None:
+        leaf = self.program.leaf(step.source.value)
+        asked = self.control.of(leaf).prefetch == self.lead
+        if step.gathers_state and asked and set(reads(step)) <= known:
+            self.ahead.append(step)
+            self.exports.append(step.result)
+        else:
+            self.rest.append(step)
+
+    def apply(self, step: Apply, known: set[Ref]) -> None:
+        node = self.program.nodes[step.node]
+        if node.kind == "op" and not node.eqn.effects and set(reads(step)) <= known:
+            self.ahead.append(step)
+            known.update(map(Ref, node.outputs))
+        elif node.kind == "remat":
+            step = self.remat(step, node.bodies[0], known)
+        self.rest.append(step)
+
+    def remat(self, step: Apply, program: Program, known: set[Ref]) -> Apply:
+        """A remat that imports what its body gathered, if that can run ahead."""
+        inputs = (*map(Ref, program.inputs), *step.bodies[0].imports)
+        operands = zip(inputs, (*step.operands, *step.imports), strict=True)
+        given = [inside for inside, ref in operands if ref in known]
+        inner = _Part(program, step.bodies[0], self.control, self.lead)
+        part, rest = inner.take(given)
+        if not part.exports:
+            return step
+        made = []
+        for _ in part.exports:
+            whole = replace(self.body, imports=(*self.body.imports, *self.exports))
+            made.append(fresh(whole, self.program.nodes[step.node].outputs[0]))
+            self.exports.append(made[-1])
+        self.ahead.append(replace(step, bodies=(part,), exports=tuple(made)))
+        return replace(step, bodies=(rest,), imports=(*step.imports, *made))
+
+    def needed(self) -> tuple[Step, ...]:
+        """The steps that what is handed out depends on."""
+        needed, kept = set(self.exports), []
+        for step in reversed(self.ahead):
+            if isinstance(step, Reshard):
+                made = {step.result}
+            else:
+                outputs = self.program.nodes[step.node].outputs
+                made = {*map(Ref, outputs), *step.exports}
+            if made & needed:
+                kept.append(step)
+                needed.update(reads(step))
+        return tuple(reversed(kept))

@@ -1,0 +1,76 @@
+"""The dtype in which a move crosses the wire.
+
+In: moves of a plan and the dtypes asked for. Out: moves that carry them: emit casts in
+front of such a move, and back behind it.
+"""
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+
+from shardfn._core.leaf_options import Control
+from shardfn._core.phases import FORWARD, UPDATE
+from shardfn._core.plan import BodyPlan, Reshard, Step
+from shardfn._core.program import Program
+from shardfn._core.sharding import Unreduced
+
+EXTREMES = ("max", "min")
+
+
+def choose_dtypes(program: Program, body: BodyPlan, control: Control) -> BodyPlan:
+    """Sets the dtypes of the moves of one body.
+
+    Args:
+      program: the body's program.
+      body: its plan; plans inside it are left alone.
+      control: the dtypes asked for.
+
+    Returns:
+      The plan. Parameters are gathered in `gather_dtype` if that is narrower than their
+      own, gradients summed in `reduce_dtype`. Maxima of narrow floats are taken in
+      float32: their bits are compared (see `_lowering.collectives`), and GPUs and TPUs
+      compare no integers of 16 bits.
+    """
+    steps = tuple(
+        _chosen(program, step, control) if isinstance(step, Reshard) else step
+        for step in body.steps
+    )
+    return replace(body, steps=steps)
+
+
+def _chosen(program: Program, step: Reshard, control: Control) -> Step:
+    asked = control.of(program.leaf(step.source.value))
+    dtype = None
+    if step.gathers_state and step.phase != UPDATE:
+        dtype = asked.gather_dtype
+        if dtype and not is_narrower(dtype, step.dtype):
+            dtype = None
+    elif sums_gradient(program, step):
+        dtype = asked.reduce_dtype
+    elif takes_extreme(step) and step.itemsize < 4:
+        dtype = "float32"
+    if dtype is None or not is_floating(step.dtype):
+        return step
+    return replace(step, dtype=dtype, itemsize=jnp.dtype(dtype).itemsize)
+
+
+def sums_gradient(program: Program, step: Reshard) -> bool:
+    """Whether a move sums the terms of a parameter's gradient."""
+    sums = any(s == Unreduced() for s in step.path[0])
+    return sums and step.phase != FORWARD and bool(program.leaf(step.source.value))
+
+
+def takes_extreme(step: Reshard) -> bool:
+    """Whether a move takes the maximum or minimum of terms."""
+    return any(isinstance(s, Unreduced) and s.op in EXTREMES for s in step.path[0])
+
+
+def is_floating(dtype: str) -> bool:
+    return "key<" not in dtype and jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+
+
+def is_narrower(dtype: str, other: str) -> bool:
+    """Whether `dtype` has fewer bytes than `other`, both floating-point."""
+    if not is_floating(dtype) or not is_floating(other):
+        return False
+    return jnp.dtype(dtype).itemsize < jnp.dtype(other).itemsize

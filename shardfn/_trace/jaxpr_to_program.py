@@ -1,0 +1,211 @@
+"""From a jaxpr to a `Program`: calls inlined, equal equations merged.
+
+In: a closed jaxpr. Out: a `Program` without dead equations; control flow
+holds programs of its own.
+
+Calls are inlined because XLA inlines them too: two gathers of one parameter, one in
+each call, would be merged behind the plan's back.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from jax.extend.core import Literal
+
+from shardfn._core import compat
+from shardfn._core.constraint import constrain_p
+from shardfn._core.equation_key import looks_of
+from shardfn._core.op_sharding_rule import OpShardingRule, rule_of
+from shardfn._core.program import LITERAL, VALUE, ZERO, Atom, Node, Program, live
+from shardfn._trace.iota_indexing import Counts
+
+
+def make_program(closed_jaxpr: Any) -> Program:
+    """Numbers the values of a closed jaxpr; see the module's first lines."""
+    closed_jaxpr = compat.without_dead_code(closed_jaxpr)
+    return _Builder().build(closed_jaxpr, backward=False, call=None)
+
+
+@dataclass
+class _Builder:
+    """What is shared while one jaxpr and the jaxprs in it become programs."""
+
+    cache: dict[tuple[int, bool], Program] = field(default_factory=dict)
+    keep_alive: list[Any] = field(default_factory=list)
+    known: dict[Hashable, tuple[Any, ...]] = field(default_factory=dict)
+    rules: dict[int, OpShardingRule | None] = field(default_factory=dict)
+
+    def build(self, closed: Any, backward: bool, call: Any) -> Program:
+        key = (id(closed), backward)
+        if key not in self.cache:
+            self.keep_alive.append(closed)
+            self.cache[key] = _Values(self, backward).run(closed, call)
+        return self.cache[key]
+
+    def looks(self, eqn: Any, operands: Sequence[Atom]) -> tuple[tuple[Any, ...], bool]:
+        """`looks_of(eqn, operands)`, the same object for all that are equal."""
+        looks, comparable = looks_of(eqn, operands)
+        return self.known.setdefault(looks, looks) if comparable else looks, comparable
+
+    def rule(self, eqn: Any, looks: tuple[Any, ...]) -> OpShardingRule | None:
+        """The rule of `eqn`, the same object for equations that look the same."""
+        if id(looks) not in self.rules:
+            self.rules[id(looks)] = rule_of(eqn)
+            self.keep_alive.append(looks)
+        return self.rules[id(looks)]
+
+
+@dataclass
+class _Values:
+    """The values and nodes of one program while it is built.
+
+    Equations on equal operands are merged, except those on literals alone: what they
+    make can be made in any sharding, and consumers that want different ones should not
+    share it. `same` maps such a value to the first one equal to it.
+    """
+
+    builder: _Builder
+    backward: bool
+    avals: list[Any] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)
+    constants: list[tuple[int, Any]] = field(default_factory=list)
+    seen: dict[Hashable, tuple[int, ...]] = field(default_factory=dict)
+    zeros: set[int] = field(default_factory=set)
+    same: dict[int, int] = field(default_factory=dict)
+    counts: Counts = field(default_factory=Counts)
+
+    def run(self, closed: Any, call: Any) -> Program:
+        inputs = tuple(self.new(v.aval) for v in compat.open_jaxpr(closed)[0].invars)
+        outputs = self.inline(closed, inputs, self.backward, call)
+        nodes, constants = live(self.nodes, self.constants, outputs)
+        return Program(
+            avals=tuple(self.avals),
+            inputs=inputs,
+            constants=constants,
+            nodes=nodes,
+            outputs=outputs,
+        )
+
+    def new(self, aval: Any) -> int:
+        self.avals.append(aval)
+        return len(self.avals) - 1
+
+    def inline(
+        self, closed: Any, inputs: Sequence[Atom], backward: bool, call: Any
+    ) -> tuple[Atom, ...]:
+        """Adds the equations of a jaxpr that the equation `call` runs, if any does."""
+        jaxpr, consts = compat.open_jaxpr(closed)
+        env: dict[Any, Atom] = {}
+
+        def read(atom: Any) -> Atom:
+            return atom if isinstance(atom, Literal) else env[atom]
+
+        for var, const in zip(jaxpr.constvars, consts, strict=True):
+            env[var] = value = self.new(var.aval)
+            const = compat.untyped_array(const)
+            self.constants.append((value, const))
+            self.counts.constant(value, const)
+        env.update(zip(jaxpr.invars, inputs, strict=True))
+        for eqn in jaxpr.eqns:
+            eqn = compat.with_line_of(eqn, call) if call is not None else eqn
+            eqn = compat.untyped_equation(eqn)
+            operands = tuple(map(read, eqn.invars))
+            is_backward = backward or "transpose(" in compat.name_stack(eqn)
+            body = compat.inlined_body(eqn)
+            batched = self.counts.batched(eqn, operands)
+            if body is not None:
+                body = compat.close_jaxpr(body)
+                results = self.inline(body, operands, is_backward, eqn)
+            elif batched is not None:
+                results = self.inline(*batched, is_backward, eqn)
+            else:
+                results = self.add(eqn, operands, is_backward)
+            env.update(zip(eqn.outvars, results, strict=True))
+        return tuple(map(read, jaxpr.outvars))
+
+    def add(
+        self, eqn: Any, operands: tuple[Atom, ...], backward: bool
+    ) -> tuple[int, ...]:
+        looks, comparable = self.builder.looks(eqn, operands)
+        key = None
+        if comparable and _may_merge(eqn):
+            key = (
+                id(looks),
+                *(self.same.get(a, a) for a in operands if isinstance(a, int)),
+            )
+        equal = self.seen.get(key) if key is not None else None
+        if equal is not None and any(isinstance(atom, int) for atom in operands):
+            return equal
+        kind, bodies, counts = self.control_flow(eqn, backward)
+        outputs = tuple(self.new(v.aval) for v in eqn.outvars)
+        rule = self.builder.rule(eqn, looks) if kind == "op" else None
+        self.nodes.append(
+            Node(
+                eqn=eqn,
+                inputs=operands,
+                outputs=outputs,
+                backward=backward,
+                kind=kind,
+                bodies=bodies,
+                counts=counts,
+                rule=rule,
+                kinds=tuple(map(self.kind, operands)),
+                looks=looks,
+            )
+        )
+        if self.makes_zeros(eqn, operands):
+            self.zeros.update(outputs)
+        if len(outputs) == 1:
+            self.counts.equation(eqn, operands, outputs[0])
+        if equal is not None:
+            self.same.update(zip(outputs, equal, strict=True))
+        elif key is not None:
+            self.seen[key] = outputs
+        return outputs
+
+    def control_flow(
+        self, eqn: Any, backward: bool
+    ) -> tuple[str, tuple[Program, ...], tuple[int, int]]:
+        def body(jaxpr: Any) -> Program:
+            return self.builder.build(compat.close_jaxpr(jaxpr), backward, eqn)
+
+        params = eqn.params
+        if eqn.primitive is compat.scan_p:
+            return "scan", (body(params["jaxpr"]),), compat.scan_counts(eqn)
+        if eqn.primitive is compat.while_p:
+            counts = params["cond_nconsts"], params["body_nconsts"]
+            bodies = body(params["cond_jaxpr"]), body(params["body_jaxpr"])
+            return "while", bodies, counts
+        if eqn.primitive is compat.cond_p:
+            return "cond", tuple(map(body, params["branches"])), (0, 0)
+        if eqn.primitive is compat.remat_p:
+            return "remat", (body(params["jaxpr"]),), (0, 0)
+        if eqn.primitive.name in compat.CUSTOM:
+            return "custom", (body(params["call_jaxpr"]),), (0, 0)
+        if eqn.primitive.name == "optimization_barrier":
+            return "barrier", (), (0, 0)
+        if eqn.primitive is constrain_p:
+            return "constrain", (), (0, 0)
+        return "op", (), (0, 0)
+
+    def kind(self, atom: Atom) -> str:
+        if isinstance(atom, int):
+            return ZERO if atom in self.zeros else VALUE
+        return ZERO if np.ndim(atom.val) == 0 and bool(atom.val == 0) else LITERAL
+
+    def makes_zeros(self, eqn: Any, operands: tuple[Atom, ...]) -> bool:
+        passes_on = ("broadcast_in_dim", "convert_element_type", "reshape", "copy")
+        if eqn.primitive.name not in passes_on or not operands:
+            return False
+        return self.kind(operands[0]) == ZERO
+
+
+def _may_merge(eqn: Any) -> bool:
+    """Whether one of several equal equations can stand for all."""
+    if eqn.effects or eqn.primitive.name in ("optimization_barrier", "name"):
+        return False
+    return not any(
+        hasattr(p, "eqns") or hasattr(p, "jaxpr") for p in eqn.params.values()
+    )

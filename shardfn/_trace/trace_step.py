@@ -1,0 +1,272 @@
+"""From a user's step to a checked jaxpr.
+
+In: the step and avals of its arguments. Out: its jaxpr, and the structure of what it
+returns; or an error that says what the step does that cannot be sharded.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import jax
+from jax.extend.core import jaxprs_in_params
+from jax.tree_util import tree_flatten_with_path
+
+from shardfn._core import compat
+from shardfn._core.errors import (
+    UNKNOWN,
+    ShardingError,
+    called,
+    listed,
+    nested,
+    step_name,
+    where,
+    where_in,
+)
+from shardfn._core.leaves import Leaf, leaf_name, path_name
+from shardfn._core.sharding import Axes, Sharding
+from shardfn._trace.per_device import GlobalStep, as_global, reaches_axis, unbound_axis
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """A traced step.
+
+    Attributes:
+      jaxpr: closed jaxpr on logical global shapes.
+      out_tree: structure of what the step returns.
+      out_paths: tree path of every output leaf that is not state.
+      state_count: how many leading outputs are leaves of the new state.
+    """
+
+    jaxpr: Any
+    out_tree: Any
+    out_paths: tuple[str, ...]
+    state_count: int
+
+
+def trace(
+    step: GlobalStep,
+    states: tuple[Any, ...],
+    batch: tuple[Any, ...],
+    leaves: Sequence[Leaf],
+    split: Sequence[Sharding],
+    axes: Axes,
+    names_axes: Callable[[], bool],
+) -> Traced:
+    """Traces `step` and checks that it returns a state like the one it takes.
+
+    Args:
+      step: called as `step(states, batch)`.
+      states: the state arguments, pytrees of `ShapeDtypeStruct`.
+      batch: the other arguments.
+      leaves: the leaves of `states`.
+      split: shardings of the batch's leaves.
+      axes: the mesh axes. A step that uses their names is a step for one device.
+      names_axes: whether their names occur in the step's code.
+
+    Returns:
+      The traced step.
+
+    Raises:
+      ShardingError: the step is impure, returns no state, or changes its structure.
+    """
+    flags = compat.hiding_flags()
+    if flags:
+        raise ShardingError(
+            f"the JAX flag {flags[0]} is on: it hides the bodies of control flow from "
+            "fully_shard, which has to see every operation.\n"
+            f"{called()}"
+            f'Turn it off: jax.config.update("{flags[0]}", False).'
+        )
+    try:
+        with compat.at_top_level():
+            jaxpr, out = _jaxpr(step, states, batch, split, axes, names_axes)
+    except jax.errors.UnexpectedTracerError as error:
+        raise leaked_tracer() from error
+    _check_effects(jaxpr)
+    _check_not_mapped(jaxpr)
+    count = _check_state(out, states, leaves)
+    flat, out_tree = tree_flatten_with_path(out)
+    paths = tuple(path_name(path) for path, _ in flat[count:])
+    return Traced(jaxpr, out_tree, paths, count)
+
+
+def leaked_tracer() -> ShardingError:
+    """The error for a step that uses a tracer of an earlier trace."""
+    return ShardingError(
+        f"{step_name()} is not pure: it uses a tracer that an earlier trace left "
+        "behind, for example in a global, a list or an object.\n"
+        f"{called()}"
+        "Return the value from the step, or pass it in as an argument."
+    )
+
+
+def _jaxpr(
+    step: GlobalStep,
+    states: tuple[Any, ...],
+    batch: tuple[Any, ...],
+    split: Sequence[Sharding],
+    axes: Axes,
+    names_axes: Callable[[], bool],
+) -> tuple[Any, Any]:
+    """The jaxpr of a global step, or else of a per-device one.
+
+    A step that names a mesh axis is per device. One that fails on the global batch may
+    be too, if it spells out local shapes before it names an axis: it is if it comes to
+    name one on the batch of one device, and works so. Any other failure is the user's.
+    """
+    local = as_global(step, axes, split, len(states))
+    try:
+        return jax.make_jaxpr(step, return_shape=True)(states, batch)
+    except NameError as error:
+        _check_axis(error, axes)
+    except jax.errors.UnexpectedTracerError:
+        raise
+    except (TypeError, ValueError):
+        if names_axes() and reaches_axis(step, axes, split, states, batch):
+            with contextlib.suppress(Exception):
+                return jax.make_jaxpr(local, return_shape=True)(states, batch)
+        raise
+    try:
+        return jax.make_jaxpr(local, return_shape=True)(states, batch)
+    except NameError as error:
+        _check_axis(error, axes)
+        raise
+    except (AssertionError, NotImplementedError) as error:
+        raise ShardingError(
+            f"{step_name()} is written per device, and JAX cannot batch one of its "
+            f"collectives over all devices: {str(error) or type(error).__name__}.\n"
+            f"{called()}"
+            "Where it gathers or permutes over several mesh axes at once, name them "
+            "one by one: lax.all_gather(lax.all_gather(x, 'data'), 'replica')."
+        ) from error
+
+
+def _check_axis(error: NameError, axes: Axes) -> None:
+    """Raises unless the trace failed because the step names one of our mesh axes."""
+    name = unbound_axis(error)
+    if name is None:
+        raise error
+    if name not in axes.names:
+        raise ShardingError(
+            f"{step_name()} uses mesh axis '{name}', but fully_shard shards over "
+            f"{axes.names}.\n"
+            f"{called()}"
+            f"Pass axis='{name}' to fully_shard, with a mesh that has this axis."
+        ) from error
+
+
+def _check_effects(jaxpr: Any) -> None:
+    effects = sorted(
+        {type(e).__name__ for e in jaxpr.effects if not compat.is_debug_effect(e)}
+    )
+    if not effects:
+        return
+    place = _place_of_effect(jaxpr)
+    raise ShardingError(
+        f"{step_name()} is not pure: it has a side effect ({', '.join(effects)}), "
+        "which every device would repeat.\n"
+        f"  at {place}\n"
+        f"{called()}"
+        "Return the value as a metric instead, and print or store it outside the step."
+    )
+
+
+def _check_not_mapped(jaxpr: Any) -> None:
+    """Raises if a part of the step is divided over devices already."""
+    for eqns in nested(jaxpr):
+        if eqns[-1].primitive.name == "shard_map":
+            raise ShardingError(
+                f"{step_name()} uses jax.shard_map, whose parts fully_shard cannot "
+                f"divide again.\n  at {where_in(eqns)}\n{called()}"
+                "If it calls a step that fully_shard made, call the plain step there: "
+                "fully_shard wants plain operations on whole arrays. A part that has "
+                "to be written per device can be an operation with a rule of its own "
+                "(shardfn.register_rule)."
+            )
+
+
+def _place_of_effect(jaxpr: Any) -> str:
+    """The user's line of the innermost equation with a side effect."""
+    for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
+        if any(not compat.is_debug_effect(e) for e in eqn.effects):
+            bodies = list(jaxprs_in_params(eqn.params))
+            return _place_of_effect(bodies[0]) if bodies else where(eqn)
+    return UNKNOWN
+
+
+def _check_state(out: Any, states: Sequence[Any], leaves: Sequence[Leaf]) -> int:
+    """The number of leaves of the new state; raises if it is not like the old one."""
+    number = len(states)
+    if not isinstance(out, (tuple, list)) or len(out) < number:
+        _no_state(out, states, leaves)
+    new = out[0] if number == 1 else tuple(out[:number])
+    old = states[0] if number == 1 else tuple(states)
+    new_flat, new_tree = tree_flatten_with_path(new)
+    _, old_tree = tree_flatten_with_path(old)
+    if new_tree != old_tree:
+        old_names = {leaf.name for leaf in leaves}
+        new_names = {path_name(path) for path, _ in new_flat}
+        missing, extra = sorted(old_names - new_names), sorted(new_names - old_names)
+        if len(leaves) and not old_names & new_names:
+            _no_state(out, states, leaves)
+        raise ShardingError(
+            f"{step_name()} changes the structure of its state: "
+            f"missing leaves {listed(missing)}, new leaves {listed(extra)}"
+            + ("" if missing or extra else ", the same leaves in other containers")
+            + f".\n{called()}"
+            "Return the new state with the structure of the old one; put other values "
+            "in the metrics."
+        )
+    for leaf, (path, new_leaf) in zip(leaves, new_flat, strict=True):
+        old_type = f"{leaf.aval.dtype}{list(leaf.aval.shape)}"
+        new_type = f"{new_leaf.dtype}{list(new_leaf.shape)}"
+        if old_type != new_type:
+            raise ShardingError(
+                f"{step_name()} changes state leaf '{leaf_name(path)}' from {old_type} "
+                f"to {new_type}.\n"
+                f"{called()}"
+                "A sharded state keeps its shapes and dtypes: cast or reshape the new "
+                "value back, or start with the type that the step returns."
+            )
+    return len(new_flat)
+
+
+def _no_state(out: Any, states: Sequence[Any], leaves: Sequence[Leaf]) -> NoReturn:
+    number = len(states)
+    what = "a new state" if number == 1 else f"{number} new states"
+    advice = (
+        "Return (new_state, metrics), the new state like the old one; a step that only "
+        "evaluates returns the state unchanged."
+    )
+    results = out if isinstance(out, (tuple, list)) else ()
+    form = jax.tree.structure(states[0])
+    if number == 1 and form in map(jax.tree.structure, results):
+        at = list(map(jax.tree.structure, results)).index(form)
+        advice = f"Result {at} has the state's form: return it first."
+    elif len(results) < number:
+        advice += (
+            " One that changes modules in place (flax.nnx) takes nnx.split of them, "
+            "merges them inside, and returns (nnx.state(modules), metrics)."
+        )
+    raise ShardingError(
+        f"{step_name()} returns no state: it returned {_described(out, leaves)}, where "
+        f"{what} with the leaves {listed([leaf.name for leaf in leaves])} must come "
+        f"first.\n{called()}{advice}"
+    )
+
+
+def _described(out: Any, leaves: Sequence[Leaf]) -> str:
+    """What a step returned, in a few words."""
+    flat, _ = tree_flatten_with_path(out)
+    if out is None:
+        return "None"
+    if isinstance(out, jax.ShapeDtypeStruct):
+        return f"{out.dtype}{list(out.shape)}"
+    if leaves and {path_name(p) for p, _ in flat} == {leaf.name for leaf in leaves}:
+        return "the new state alone"
+    name = type(out).__name__
+    of = f" of {len(out)}" if isinstance(out, (tuple, list)) else ""
+    return f"a {name}{of}"

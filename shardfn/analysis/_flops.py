@@ -1,0 +1,86 @@
+"""A traced step in; the FLOPs of its matmuls and convolutions on one device, out."""
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from jax.extend.core import JaxprEqn, jaxprs_in_params
+
+from shardfn._core import compat
+
+
+@dataclass(frozen=True, slots=True)
+class Flops:
+    """FLOPs of one step on one device, by the dtype of the operands.
+
+    Attributes:
+      run: all that run.
+      model: without those that rematerialization repeats.
+      exact: whether no while loop, counted once, holds any of them.
+    """
+
+    run: Counter[str] = field(default_factory=Counter)
+    model: Counter[str] = field(default_factory=Counter)
+    exact: bool = True
+
+    def __add__(self, other: "Flops") -> "Flops":
+        return Flops(
+            self.run + other.run,
+            self.model + other.model,
+            self.exact and other.exact,
+        )
+
+    def times(self, count: int, exact: bool = True) -> "Flops":
+        """All of them `count` times."""
+        return Flops(
+            Counter({k: n * count for k, n in self.run.items()}),
+            Counter({k: n * count for k, n in self.model.items()}),
+            self.exact and (exact or not self.run),
+        )
+
+
+def count_flops(jaxpr: Any, repeated: bool = False) -> Flops:
+    """Counts two FLOPs per multiply-add of every `dot_general` and convolution.
+
+    Args:
+      jaxpr: the step as each device runs it: shapes inside `shard_map` are local.
+      repeated: whether all of it repeats what has been computed before.
+
+    Returns:
+      The FLOPs. Of a conditional the branch with the most counts.
+    """
+    total = Flops()
+    for eqn in jaxpr.eqns:
+        again = repeated or "rematted_computation" in compat.name_stack(eqn)
+        own = _own(eqn)
+        if own:
+            total += Flops(own, Counter() if again else own)
+            continue
+        inner = [
+            count_flops(getattr(j, "jaxpr", j), again)
+            for j in jaxprs_in_params(eqn.params)
+        ]
+        name = eqn.primitive.name
+        if name == "cond":
+            inner = [max(inner, key=lambda f: sum(f.run.values()), default=Flops())]
+        for each in inner:
+            length = eqn.params["length"] if name == "scan" else 1
+            total += each.times(length, exact=name != "while")
+    return total
+
+
+def _own(eqn: JaxprEqn) -> Counter[str]:
+    name = eqn.primitive.name
+    if name not in ("dot_general", "conv_general_dilated"):
+        return Counter()
+    avals: list[Any] = [v.aval for v in eqn.invars]
+    lhs, rhs = avals[:2]
+    out: Any = eqn.outvars[0].aval
+    if name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        pairs = math.prod(lhs.shape[d] for d in contracted)
+    else:
+        features = eqn.params["dimension_numbers"].rhs_spec[0]
+        pairs = math.prod(rhs.shape) // max(rhs.shape[features], 1)
+    return Counter({str(lhs.dtype): 2 * math.prod(out.shape) * pairs})

@@ -1,0 +1,171 @@
+"""A planned program as a list of collectives that people can read.
+
+In: a program and its plan, tree paths of the state leaves. Out: one `Collective` per
+move on the wire, with the state leaf that it belongs to, the source line, and M.
+"""
+
+import math
+import os.path
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from shardfn._core.errors import where
+from shardfn._core.leaf_options import Control
+from shardfn._core.plan import (
+    BodyPlan,
+    Place,
+    Ref,
+    Reshard,
+    communicating_moves,
+    line_name,
+    together,
+)
+from shardfn._core.program import Program
+from shardfn._core.sharding import Axes
+from shardfn.analysis.collective import Collective
+from shardfn.analysis.plan import Plan
+
+Line = tuple[Collective, dict[str, int]]
+"""A collective, and the bytes of each parameter that it gathers."""
+
+
+def make_plan(
+    program: Program,
+    body: BodyPlan,
+    axes: Axes,
+    control: Control,
+    fingerprint: str,
+) -> Plan:
+    """Describes a planned step.
+
+    Args:
+      program: the traced step, its values named after leaves of the state.
+      body: its plan.
+      axes: the mesh axes.
+      control: what was asked of the moves of state leaves.
+      fingerprint: what identifies the traced step; see `_program_hash`.
+
+    Returns:
+      The plan with its collectives and M.
+    """
+    parameters: dict[str, int] = {}
+    collectives = []
+    for line, gathered in _walk(program, body, axes, 1):
+        collectives.append(line)
+        for key, size in gathered.items():
+            total = size * (line.times or 1)
+            parameters[key] = max(parameters.get(key, 0), total)
+    return Plan(
+        axes=axes,
+        body=body,
+        collectives=tuple(collectives),
+        parameter_bytes=sum(parameters.values()),
+        program=fingerprint,
+        control=control,
+    )
+
+
+def _walk(
+    program: Program, body: BodyPlan, axes: Axes, times: int | None, at: Place = ()
+) -> Iterator[Line]:
+    """Every collective, and the bytes of the parameters that it gathers."""
+    users = _users(program, body)
+    for index, step in enumerate(body.steps):
+        if isinstance(step, Reshard):
+            steps = together(body.steps, index)
+            paths = [program.leaf(s.source.value) for s in steps]
+            each = [
+                list(_moves(s, path, users.get(s.result), axes, times, at))
+                for s, path in zip(steps, paths, strict=True)
+            ]
+            yield from map(_joined, zip(*each, strict=True))
+            continue
+        bodies = program.nodes[step.node].bodies
+        inner = None if times is None or step.times is None else times * step.times
+        for ahead in step.ahead:
+            runs = None if times is None else times * ((step.times or 0) + ahead.lead)
+            yield from _walk(bodies[0], ahead.part, axes, runs, (*at, step.node, 0))
+        for i, (program_i, plan_i) in enumerate(zip(bodies, step.bodies, strict=True)):
+            yield from _walk(program_i, plan_i, axes, inner, (*at, step.node, i))
+
+
+def _moves(
+    step: Reshard,
+    path: str,
+    user: tuple[str, str] | None,
+    axes: Axes,
+    times: int | None,
+    at: Place,
+) -> Iterator[Line]:
+    place, fallback = user or ("", "")
+    for move in communicating_moves(step, axes):
+        gathers = move.op == "all_gather" and step.stored
+        key = path or f"{step.part_shape} {place}"
+        yield (
+            Collective(
+                op=move.op,
+                axis=axes.names[move.axis],
+                phase=step.phase,
+                shape=step.part_shape,
+                dtype=step.dtype,
+                wire_bytes=move.wire_bytes,
+                times=times,
+                path=path,
+                place=place,
+                fallback=fallback,
+                name=line_name(at, step.result, move.index),
+                elements=move.elements,
+                devices=move.devices,
+            ),
+            {key: math.prod(step.part_shape) * step.itemsize} if gathers else {},
+        )
+
+
+def _joined(lines: Sequence[Line]) -> Line:
+    """One line for moves that are one collective."""
+    first = lines[0][0]
+    if len(lines) == 1:
+        return lines[0]
+    each = [line for line, _ in lines]
+    gathered = Counter()
+    for _, sizes in lines:
+        gathered.update(sizes)
+    line = replace(
+        first,
+        shape=(sum(math.prod(line.shape) for line in each),),
+        wire_bytes=sum(line.wire_bytes for line in each),
+        path=_common([line.path for line in each]),
+        elements=sum(line.elements for line in each),
+        parts=tuple((line.path, line.wire_bytes) for line in each),
+    )
+    return line, dict(gathered)
+
+
+def _common(paths: Sequence[str]) -> str:
+    """`layers/{up, norm/scale}` for two leaves."""
+    prefix = os.path.commonprefix([path.split("/")[:-1] for path in paths])
+    rest = ["/".join(path.split("/")[len(prefix) :]) for path in paths]
+    return "/".join([*prefix, "{" + ", ".join(dict.fromkeys(rest)) + "}"])
+
+
+def _users(program: Program, body: BodyPlan) -> dict[Ref, tuple[str, str]]:
+    """Per version: the source line that first needs it, and the primitive if it is
+    there only because that has no rule."""
+    users: dict[Ref, tuple[str, str]] = {}
+    made_by = {v: node for node in program.nodes for v in node.outputs}
+    for step in body.steps:
+        if isinstance(step, Reshard):
+            if step.source.version == 0 and step.result not in users:
+                if step.source.value in made_by:
+                    eqn = made_by[step.source.value].eqn
+                    users[step.result] = (where(eqn), "")
+            continue
+        place = None
+        for ref in step.operands:
+            if ref is None or ref.version == 0:
+                continue
+            if ref not in users or step.fallback:
+                place = place or where(program.nodes[step.node].eqn)
+                users[ref] = (place, step.primitive if step.fallback else "")
+    return users

@@ -1,0 +1,225 @@
+"""A plan and a compiled program in; which lines of the plan the program has, out.
+
+A collective belongs to the line whose name its metadata carries (see `line_name`), if
+it moves what the line says. What is left over is matched by what it moves alone: a
+compiler that combines collectives may keep one name, or none. Then come lines that the
+program has in another form.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import jax.numpy as jnp
+import numpy as np
+
+from shardfn._core.plan import line_names
+from shardfn._core.sharding import Axes
+from shardfn.analysis._hlo import HloCollective, read_collectives
+from shardfn.analysis.collective import Collective
+from shardfn.analysis.verification import (
+    ALL_REDUCED,
+    MERGED,
+    MISSING,
+    NARROWED,
+    PRESENT,
+    REWRITTEN,
+    SUMS,
+    WIDENED,
+    LineCheck,
+    Verification,
+)
+
+SUBSETS = 10_000
+"""Sums of subsets of lines that are looked at to explain one concatenated sum."""
+
+
+@dataclass(slots=True)
+class _Need:
+    """A line of the plan, and the runs of it that are still to be found."""
+
+    line: Collective
+    devices: int
+    runs: int
+    found: list[HloCollective] = field(default_factory=list)
+    status: set[str] = field(default_factory=set)
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.line.elements, self.devices
+
+    @property
+    def bytes(self) -> float:
+        """Bytes of one element."""
+        if self.line.dtype.startswith("key<"):
+            return self.line.wire_bytes / self.line.elements
+        return jnp.dtype(self.line.dtype).itemsize
+
+
+@dataclass(slots=True)
+class _Supply:
+    """A compiled collective, and the runs of it that no line has claimed yet."""
+
+    collective: HloCollective
+    names: frozenset[str]
+    runs: int
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.collective.elements, self.collective.group_size
+
+
+def verify(
+    collectives: Sequence[Collective], axes: Axes, hlo_text: str
+) -> Verification:
+    """Holds a compiled program against its plan.
+
+    Args:
+      collectives: the lines of the plan.
+      axes: the mesh axes that it is planned over.
+      hlo_text: the optimized program, as `jax.stages.Compiled.as_text()` prints it.
+
+    Returns:
+      What the program has for every line, and what it has besides.
+    """
+    needs = [_Need(c, c.devices, c.times or 1) for c in collectives]
+    found = read_collectives(hlo_text)
+    automatic = tuple(c for c in found if _is_automatic(c, axes))
+    supplies = [
+        _Supply(c, line_names(c.op_name), c.times)
+        for c in found
+        if not _is_automatic(c, axes)
+    ]
+    _match(needs, supplies, _is_same, named=True)
+    _match(needs, supplies, _is_same, named=False)
+    _match(needs, supplies, _is_like, named=True)
+    _match_concatenated(needs, supplies)
+    _match(needs, supplies, _is_like, named=False)
+    _match(needs, supplies, _is_any, named=True)
+    lines = tuple(LineCheck(n.line, _status(n, needs), tuple(n.found)) for n in needs)
+    extra = (replace(s.collective, times=s.runs) for s in supplies if s.runs)
+    return Verification(lines, tuple(extra), automatic)
+
+
+def _is_automatic(collective: HloCollective, axes: Axes) -> bool:
+    """Whether only devices talk to each other that our mesh axes do not tell apart."""
+    sizes = [size for _, size in axes.mesh]
+    if len(sizes) == len(axes.names) or collective.group_size == 1:
+        return False
+    own = [i for i, (name, _) in enumerate(axes.mesh) if name in axes.names]
+    at = np.stack(np.unravel_index(np.arange(math.prod(sizes)), sizes))[own]
+    return all(
+        (at[:, list(group)].T == at[:, group[0]]).all() for group in collective.groups
+    )
+
+
+Test = Callable[[_Need, HloCollective], bool]
+
+
+def _match(
+    needs: Iterable[_Need], supplies: Iterable[_Supply], test: Test, *, named: bool
+) -> None:
+    """Gives lines the compiled collectives that pass `test`, in program order; only
+    those that carry their name, or any of their size."""
+    by: dict[object, list[_Need]] = {}
+    for need in needs:
+        by.setdefault(need.line.name if named else need.key, []).append(need)
+    for supply in supplies:
+        keys = sorted(supply.names) if named else [supply.key]
+        for need in (n for key in keys for n in by.get(key, ())):
+            if supply.runs and need.runs and test(need, supply.collective):
+                _credit(need, supply, _status_of(need, supply.collective))
+
+
+def _credit(need: _Need, supply: _Supply, status: str) -> None:
+    """Counts runs of `supply` for `need`; all it needs if their number is unknown."""
+    exact = supply.collective.exact
+    runs = min(need.runs, supply.runs) if exact else need.runs
+    need.found.append(replace(supply.collective, times=runs))
+    need.status.add(status)
+    need.runs -= runs
+    supply.runs = supply.runs - runs if exact else 0
+
+
+def _is_same(need: _Need, found: HloCollective) -> bool:
+    return _is_like(need, found) and _status_of(need, found) == PRESENT
+
+
+def _is_like(need: _Need, found: HloCollective) -> bool:
+    """The same collective, or an all-reduce in its place, of as many elements."""
+    if need.key != (found.elements, found.group_size):
+        return False
+    return _is_op(need, found) or found.op == "psum"
+
+
+def _is_any(need: _Need, found: HloCollective) -> bool:
+    return True
+
+
+def _is_op(need: _Need, found: HloCollective) -> bool:
+    return found.op in (SUMS if need.line.op == "all_reduce" else (need.line.op,))
+
+
+def _status_of(need: _Need, found: HloCollective) -> str:
+    if need.key != (found.elements, found.group_size):
+        return REWRITTEN
+    if not _is_op(need, found):
+        return ALL_REDUCED if found.op == "psum" else REWRITTEN
+    size = found.bytes / found.elements if found.elements else need.bytes
+    if abs(size - need.bytes) < 0.01 * size:
+        return PRESENT
+    return WIDENED if size > need.bytes else NARROWED
+
+
+def _match_concatenated(needs: Iterable[_Need], supplies: Iterable[_Supply]) -> None:
+    """Explains a sum of one long array by lines whose sums it concatenates, also those
+    of a loop that the compiler does once after it."""
+    for supply in supplies:
+        whole = supply.collective
+        if whole.op not in SUMS or not supply.runs:
+            continue
+        parts = [
+            n
+            for n in needs
+            if n.runs
+            and n.line.op == "all_reduce"
+            and n.devices == whole.group_size
+            and _status_of(n, replace(whole, elements=n.line.elements)) == PRESENT
+        ]
+        for need in _summing_to(whole.elements * supply.runs, parts):
+            part = replace(whole, elements=need.line.elements, times=need.runs)
+            need.found.append(replace(part, combined=max(2, whole.combined)))
+            need.status.add(PRESENT)
+            need.runs = supply.runs = 0
+
+
+def _summing_to(elements: int, parts: Iterable[_Need]) -> tuple[_Need, ...]:
+    """Lines whose elements, over all runs, sum to `elements`, or none."""
+    sums: dict[int, tuple[_Need, ...]] = {0: ()}
+    for part in parts:
+        for size, chosen in list(sums.items()):
+            total = size + part.line.elements * part.runs
+            if total <= elements and len(sums) < SUBSETS:
+                sums.setdefault(total, (*chosen, part))
+    return sums.get(elements, ())
+
+
+def _status(need: _Need, needs: Iterable[_Need]) -> str:
+    if not need.runs:
+        worst = (REWRITTEN, ALL_REDUCED, WIDENED, NARROWED, PRESENT)
+        return next(s for s in worst if s in need.status)
+    has_twin = any(_is_twin(need, other) for other in needs)
+    return MERGED if has_twin else MISSING
+
+
+def _is_twin(need: _Need, other: _Need) -> bool:
+    """Whether `other`, which is there, gathers the same value as `need`."""
+    a, b = need.line, other.line
+    same = (a.axis, a.dtype, a.path, a.elements) == (
+        b.axis,
+        b.dtype,
+        b.path,
+        b.elements,
+    )
+    gathers = a.op == b.op == "all_gather"
+    return other is not need and not other.runs and same and gathers and bool(a.path)

@@ -1,0 +1,67 @@
+"""What identifies a traced step: a hash of its program and the arrays it captures.
+
+In: a program. Out: a hash that two traces share iff they are the same program on equal
+constants, in every process.
+"""
+
+import hashlib
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardfn._core import compat
+from shardfn._core.equation_key import literal_looks
+from shardfn._core.program import Program
+
+
+def fingerprint_of(program: Program) -> str:
+    """The hash of a program and of the bodies in it."""
+    hashing = _Hashing()
+    hashing.program(program)
+    return hashing.digest.hexdigest()
+
+
+@dataclass(slots=True)
+class _Hashing:
+    """A hash while it is made, and that of what each equation does: many look alike."""
+
+    digest: Any = field(default_factory=hashlib.sha256)
+    known: dict[int, str] = field(default_factory=dict)
+
+    def program(self, program: Program) -> None:
+        self.add(*program.inputs)
+        for value, constant in program.constants:
+            self.add(value)
+            self.digest.update(_value(constant))
+        for node in program.nodes:
+            operands = (a if isinstance(a, int) else None for a in node.inputs)
+            self.add(self.looks(node.looks), *operands, *node.outputs)
+            for body in node.bodies:
+                self.program(body)
+        for atom in program.outputs:
+            self.add(atom if isinstance(atom, int) else _text(literal_looks(atom)))
+
+    def add(self, *values: Any) -> None:
+        self.digest.update(repr(values).encode())
+
+    def looks(self, looks: tuple[Any, ...]) -> str:
+        if id(looks) not in self.known:
+            self.known[id(looks)] = _text(looks)
+        return self.known[id(looks)]
+
+
+def _text(looks: Any) -> str:
+    """`looks` in words that are the same in every process."""
+    return re.sub(r"0x[0-9a-f]+|<function [^>]*>", "", repr(looks))
+
+
+def _value(constant: Any) -> bytes:
+    """The value of a captured array; nothing for what is none."""
+    if not hasattr(constant, "dtype"):
+        return b""
+    if compat.is_key(constant.dtype):
+        constant = jax.random.key_data(constant)
+    return np.asarray(constant).tobytes()

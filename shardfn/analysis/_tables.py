@@ -1,0 +1,72 @@
+"""A plan as a table: one row per kind of collective, then totals.
+
+In: the lines of a plan, its mesh axes and options. Out: text that fits a terminal.
+"""
+
+from collections.abc import Sequence
+
+from shardfn._core.leaf_options import Control
+from shardfn._core.sharding import Axes
+from shardfn.analysis._text import join_columns, shape_text, size_text, subject
+from shardfn.analysis.collective import Collective
+
+HEADER = ("phase", "operation", "axis", "shape", "dtype", "times", "wire", "for")
+
+
+def table(
+    collectives: Sequence[Collective],
+    axes: Axes,
+    parameter_bytes: int,
+    control: Control,
+) -> str:
+    """Rows of equal collectives are merged, their times added."""
+    merged: dict[tuple[object, ...], list[Collective]] = {}
+    for line in collectives:
+        key = (line.phase, line.op, line.axis, line.shape, line.dtype, subject(line))
+        merged.setdefault(key, []).append(line)
+    rows = [_row(lines) for lines in merged.values()]
+    totals = _totals(collectives, axes, parameter_bytes)
+    totals += str(control).splitlines()
+    return "\n".join([join_columns(HEADER, rows, {5, 6}), "", *totals])
+
+
+def _row(lines: Sequence[Collective]) -> tuple[str, ...]:
+    first = lines[0]
+    times = (
+        "loop" if first.times is None else str(sum(line.times or 1 for line in lines))
+    )
+    return (
+        first.phase,
+        first.op,
+        first.axis,
+        shape_text(first.shape),
+        first.dtype,
+        times,
+        size_text(sum(line.total_bytes for line in lines)),
+        subject(first),
+    )
+
+
+def _totals(
+    collectives: Sequence[Collective], axes: Axes, parameter_bytes: int
+) -> list[str]:
+    devices = " x ".join(
+        f"{n}={s}" for n, s in zip(axes.names, axes.sizes, strict=True)
+    )
+    total, m = sum(c.total_bytes for c in collectives), parameter_bytes
+    lines = [
+        f"mesh {devices}",
+        f"each device sends {size_text(total)} per step"
+        + (f" = {total / m:.2f} M" if m else ""),
+        f"M = {size_text(m)}: the gathered parameters in their compute dtype",
+    ]
+    for phase in ("forward", "backward", "update"):
+        part = sum(c.total_bytes for c in collectives if c.phase == phase)
+        lines.append(f"  {phase:<9}{size_text(part)}")
+    fallbacks = [c for c in collectives if c.fallback]
+    if fallbacks:
+        part = sum(c.total_bytes for c in fallbacks)
+        lines.append(f"  of which {size_text(part)} only for want of a rule")
+    if any(c.times is None for c in collectives):
+        lines.append("  while loops are counted as one iteration")
+    return lines

@@ -1,0 +1,51 @@
+"""One line of a plan: a collective as users read it.
+
+In: nothing. Out: `Collective`, a frozen value.
+"""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One line of the plan.
+
+    Attributes:
+      op: "all_gather", "psum_scatter", "all_reduce", "all_to_all".
+      axis: mesh axis name.
+      phase: "forward", "backward" or "update".
+      shape: global shape of the value; of one part, if it is split over other mesh
+        axes, too.
+      dtype: dtype name on the wire.
+      wire_bytes: bytes that each device sends, each time.
+      times: runs per step; None inside a while loop.
+      path: the state leaf it belongs to, or "".
+      place: the user's source line that needs it.
+      fallback: the primitive without a rule that caused it, or "".
+      name: the name scope that its operations are emitted under (see `line_name`).
+      elements: of the value on one device where it is larger, padding included: after
+        an all-gather, before a reduce-scatter.
+      devices: how many talk to each other; fewer than the axis has within a group.
+      parts: state leaves that move together, and the wire bytes of each; empty if only
+        one moves. The shape is then that of their concatenation.
+    """
+
+    op: str
+    axis: str
+    phase: str
+    shape: tuple[int, ...]
+    dtype: str
+    wire_bytes: int
+    times: int | None
+    path: str = ""
+    place: str = field(default="", compare=False)
+    fallback: str = ""
+    name: str = field(default="", compare=False)
+    elements: int = field(default=0, compare=False)
+    devices: int = 0
+    parts: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def total_bytes(self) -> int:
+        """Wire bytes per device and step; a while loop is counted once."""
+        return self.wire_bytes * (1 if self.times is None else self.times)

@@ -1,0 +1,84 @@
+"""The plan of one step, as users read, compare and check it.
+
+In: the mesh axes, the steps, and every collective. Out: a frozen value that prints as
+a table and can be held against a compiled program.
+"""
+
+from dataclasses import dataclass, field
+
+from jax.stages import Compiled
+
+from shardfn._core.leaf_options import Control
+from shardfn._core.plan import BodyPlan
+from shardfn._core.sharding import Axes
+from shardfn.analysis._match import verify
+from shardfn.analysis._tables import table
+from shardfn.analysis.collective import Collective
+from shardfn.analysis.verification import Verification
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one sharded step moves, when, and why; see `print(plan)`.
+
+    Attributes:
+      axes: the mesh axes sharded over.
+      body: the steps.
+      collectives: every collective, in program order.
+      parameter_bytes: M, the bytes of the gathered parameters in their compute dtype.
+      program: fingerprint of the traced step and of the arrays it captured.
+      control: what was asked of the moves of state leaves.
+    """
+
+    axes: Axes
+    body: BodyPlan = field(repr=False)
+    collectives: tuple[Collective, ...]
+    parameter_bytes: int
+    program: str
+    control: Control = Control()
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that each device sends per step."""
+        return sum(c.total_bytes for c in self.collectives)
+
+    @property
+    def fallbacks(self) -> tuple[Collective, ...]:
+        """Collectives that only a primitive without a rule needs."""
+        return tuple(c for c in self.collectives if c.fallback)
+
+    def verify(self, compiled: Compiled | str) -> Verification:
+        """Holds a compiled program against this plan, line by line.
+
+        Reads the optimized program, so it says what the compiler made of each planned
+        collective: there, merged with another, in a larger dtype, turned into an
+        all-reduce, or missing; and what is there besides. Runs nothing.
+
+        Args:
+          compiled: the step compiled for CPUs, GPUs or TPUs, as `lower(...).compile()`
+            returns it, or its text in HLO.
+
+        Returns:
+          A frozen value; `print` it, or ask it whether it is `ok`.
+
+        Raises:
+          ValueError: the backend shows no text, or one in a notation that is not known.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, shardfn
+          >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
+          >>> step = shardfn.fully_shard(lambda w, x: (w, x @ w), mesh, min_size=0)
+          >>> args = jnp.ones((64, 64)), jnp.ones((8, 64))
+          >>> step.plan(*args).verify(step.lower(*args).compile()).ok
+          True
+        """
+        text = compiled if isinstance(compiled, str) else compiled.as_text()
+        if text is None:
+            raise ValueError(
+                "this backend does not show its compiled programs as text.\n"
+                "Compile the step for devices whose compiler does, such as CPUs."
+            )
+        return verify(self.collectives, self.axes, text)
+
+    def __str__(self) -> str:
+        return table(self.collectives, self.axes, self.parameter_bytes, self.control)

@@ -1,0 +1,127 @@
+"""A step compiled for machines that are not there; what it would take on them, out.
+
+Bytes and collectives are read off the plan and the compiled program. Times are an
+estimate: the schedule played at the rates of the vendors' data sheets.
+"""
+
+from dataclasses import dataclass
+
+from shardfn.analysis._figures import Figures
+from shardfn.analysis._html import page
+from shardfn.analysis._text import seconds_text, size_text
+
+PREALLOCATED = 0.75
+"""The part of a GPU's memory that JAX takes by default; its documentation on GPU memory
+allocation names the variable that sets it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report(Figures):
+    """What one step takes on a target; see `print(report)`."""
+
+    def html(self) -> str:
+        """One page that needs nothing else: timeline, memory and bytes by parameter.
+
+        Returns:
+          HTML with its styles, script and data inside; write it to a file.
+        """
+        return page(self)
+
+    def __str__(self) -> str:
+        return "\n".join([*_head(self), *_memory(self), *_wire(self), *_estimate(self)])
+
+
+def _head(report: Report) -> list[str]:
+    target, axes = report.target, report.plan.axes
+    mesh = " x ".join(f"{n}={s}" for n, s in zip(axes.names, axes.sizes, strict=True))
+    told = [f"  compiler option {n}={value}" for n, value in report.compiler_options]
+    head = f"{report.step} on {target.name}: {target.num_devices} devices, mesh {mesh}"
+    return [head, *told]
+
+
+def _memory(report: Report) -> list[str]:
+    memory, target = report.memory, report.target
+    whole = memory.arguments - report.stored_bytes
+    verdict = "fits" if report.fits else "DOES NOT FIT"
+    lines = [
+        "",
+        "memory per device",
+        _row("stored state", size_text(report.stored_bytes)),
+        _row("batch and other arguments", size_text(max(whole, 0))),
+        _row("peak temporary", size_text(memory.temporary)),
+        _row(
+            "peak",
+            size_text(memory.peak),
+            f"of {size_text(target.memory)}: {verdict}",
+        ),
+    ]
+    if target.platform == "cuda" and memory.peak > PREALLOCATED * target.memory:
+        lines.append(
+            f"  JAX takes {PREALLOCATED:.0%} of a GPU's memory unless "
+            "XLA_PYTHON_CLIENT_MEM_FRACTION is set higher"
+        )
+    return lines
+
+
+def _wire(report: Report) -> list[str]:
+    plan, checked = report.plan, report.verification
+    lines = ["", "sent by each device per step"]
+    for phase in ("forward", "backward", "update"):
+        sent = sum(c.wire_bytes for c in checked.lines if c.line.phase == phase)
+        lines.append(_row(phase, size_text(sent)))
+    if checked.extra:
+        extra = sum(c.times * c.wire_bytes for c in checked.extra)
+        lines.append(_row("not in the plan", size_text(extra)))
+    m, sent = plan.parameter_bytes, checked.wire_bytes
+    multiple = f"= {sent / m:.2f} M, M = {size_text(m)}" if m else ""
+    lines.append(_row("total", size_text(sent), multiple))
+    hidden = f"{checked.overlapped_bytes / sent:.0%}" if sent else "0%"
+    lines.append(_row("while a matmul runs", hidden))
+    lines.append(
+        _row("compiled", "", "as planned" if checked.ok else "NOT as planned:")
+    )
+    lines += [] if checked.ok else [f"  {x}" for x in checked.problems().splitlines()]
+    return lines
+
+
+def _estimate(report: Report) -> list[str]:
+    target, flops = report.target, report.flops
+    total, again = sum(flops.run.values()), sum(flops.model.values())
+    repeated = (
+        f", {1 - again / total:.0%} of it rematerialized" if total > again else ""
+    )
+    moved = report.timeline.memory_bytes
+    lines = [
+        "",
+        "estimate per step, at the rates of data sheets: no measurement, and a bound",
+        _row(
+            "matmuls",
+            seconds_text(report.compute_seconds),
+            f"{_flop_text(total)} at {target.flops / 1e12:.4g} TFLOP/s{repeated}",
+        ),
+        _row(
+            "memory",
+            seconds_text(report.memory_seconds),
+            f"{size_text(moved)} at {target.memory_bandwidth / 1e9:.4g} GB/s",
+        ),
+        _row(
+            "transfers",
+            seconds_text(report.transfer_seconds),
+            f"of which {seconds_text(report.exposed_seconds)} exposed",
+        ),
+        _row("step", seconds_text(report.step_seconds), f"MFU {report.mfu:.0%}"),
+    ]
+    if not (report.verification.exact and flops.exact):
+        lines.append("  loops without a known trip count are counted once")
+    return lines
+
+
+def _row(name: str, value: str, note: str = "") -> str:
+    return f"  {name:<26}{value:>10}  {note}".rstrip()
+
+
+def _flop_text(flops: int) -> str:
+    for unit, scale in (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6)):
+        if flops >= scale or unit == "MFLOP":
+            return f"{flops / scale:.3g} {unit}"
+    raise AssertionError

@@ -1,0 +1,240 @@
+"""What a compiled program made of its plan: a frozen value that prints as a table.
+
+In: for every line of a plan, the collectives that the program has for it. Out: which
+lines are there as planned, which are not, and what is there that no line asks for.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from shardfn.analysis._hlo import HloCollective, overlapped_bytes, wire_bytes
+from shardfn.analysis._text import join_columns, shape_text, size_text, subject
+from shardfn.analysis.collective import Collective
+
+PRESENT = "present"
+NARROWED = "narrowed"
+WIDENED = "widened"
+ALL_REDUCED = "all-reduced"
+REWRITTEN = "rewritten"
+MERGED = "merged"
+MISSING = "missing"
+
+FAITHFUL = (PRESENT, NARROWED)
+"""What sends what the plan says, or less."""
+
+MEANING = {
+    NARROWED: "moved in a smaller dtype",
+    WIDENED: "moved in a larger dtype",
+    ALL_REDUCED: "done as an all-reduce: each device sums, or gathers, by twice the "
+    "bytes, and keeps its part",
+    REWRITTEN: "done by another collective",
+    MERGED: "gathered once with another line, so the whole value lives in between",
+    MISSING: "not in the compiled program, or not as often as planned",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LineCheck:
+    """One line of the plan, and what the compiled program has for it.
+
+    Attributes:
+      line: the planned collective.
+      status: `present`, `narrowed`, `widened`, `all-reduced`, `rewritten`, `merged` or
+        `missing`.
+      found: the compiled collectives for it, each `times` as often as counts for it.
+      runs: how often the compiled program runs them per step.
+    """
+
+    line: Collective
+    status: str
+    found: tuple[HloCollective, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether it sends what is planned, or less."""
+        return self.status in FAITHFUL
+
+    @property
+    def runs(self) -> int:
+        """How often a step runs it."""
+        return sum(c.times for c in self.found)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that each device sends for it per step."""
+        return wire_bytes(self.found)
+
+    @property
+    def overlapped_bytes(self) -> int:
+        """The part of them that moves while a matrix product runs."""
+        return overlapped_bytes(self.found)
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """A compiled program held against its plan; see `print(verification)`.
+
+    Attributes:
+      lines: every line of the plan, in its order, with what was found for it.
+      extra: compiled collectives that no line of the plan asks for.
+      automatic: those over other axes of the mesh, which XLA makes and no plan has;
+        bytes below are without them.
+    """
+
+    lines: tuple[LineCheck, ...]
+    extra: tuple[HloCollective, ...]
+    automatic: tuple[HloCollective, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether the program sends what the plan says, or less, and nothing else."""
+        return not self.extra and all(c.ok for c in self.lines)
+
+    def having(self, *status: str) -> tuple[LineCheck, ...]:
+        """The lines with one of these statuses.
+
+        Args:
+          *status: see `LineCheck`.
+
+        Returns:
+          The lines, in the order of the plan.
+        """
+        return tuple(c for c in self.lines if c.status in status)
+
+    @property
+    def planned_bytes(self) -> int:
+        """Bytes that each device sends per step by the plan."""
+        return sum(c.line.total_bytes for c in self.lines)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that each device sends per step in the compiled program."""
+        return sum(c.wire_bytes for c in self.lines) + wire_bytes(self.extra)
+
+    @property
+    def overlapped_bytes(self) -> int:
+        """The part of them that moves while a matrix product runs, by the schedule."""
+        lines = sum(c.overlapped_bytes for c in self.lines)
+        return lines + overlapped_bytes(self.extra)
+
+    @property
+    def exact(self) -> bool:
+        """Whether all trip counts are known; a loop without one counts once."""
+        found = [c for check in self.lines for c in check.found]
+        return all(c.exact for c in (*found, *self.extra))
+
+    def __str__(self) -> str:
+        return "\n".join([_table(self.lines), "", *totals_of(self)])
+
+    def problems(self) -> str:
+        """The lines that are not as planned and what is extra, as text.
+
+        Returns:
+          A table and what its words mean; empty if all is as planned.
+        """
+        wrong = [c for c in self.lines if not c.ok]
+        parts = [_table(wrong)] if wrong else []
+        parts += [f"extra: {text}" for text in _extra(self.extra)]
+        return "\n".join([*parts, *_meanings(wrong)])
+
+
+HEADER = (
+    *("status", "phase", "operation", "axis", "shape", "dtype", "times", "wire"),
+    *("overlapped", "for"),
+)
+
+
+def _table(checks: Sequence[LineCheck]) -> str:
+    return join_columns(HEADER, rows_of(checks), {6, 7, 8})
+
+
+def rows_of(checks: Sequence[LineCheck]) -> list[tuple[str, ...]]:
+    """Cells under `HEADER`; rows of equal lines are merged, as in the plan."""
+    merged: dict[tuple[object, ...], list[LineCheck]] = {}
+    for c in checks:
+        line = c.line
+        what = line.phase, line.op, line.axis, line.shape, line.dtype, subject(line)
+        merged.setdefault((*what, c.status), []).append(c)
+    return [_row(group) for group in merged.values()]
+
+
+def _row(group: Sequence[LineCheck]) -> tuple[str, ...]:
+    line, sent = group[0].line, sum(c.wire_bytes for c in group)
+    planned, runs = _times(group), sum(c.runs for c in group)
+    missing = group[0].status in (MERGED, MISSING)
+    hidden = sum(c.overlapped_bytes for c in group)
+    return (
+        group[0].status,
+        line.phase,
+        _change(line.op, {_planned_op(c.op) for c in _found(group)}),
+        line.axis,
+        shape_text(line.shape),
+        _change(line.dtype, {c.dtype for c in _found(group)}),
+        f"{runs} of {planned}" if missing else planned,
+        size_text(sent),
+        f"{hidden / sent:.0%}" if sent else "",
+        subject(line),
+    )
+
+
+def _times(group: Sequence[LineCheck]) -> str:
+    times = [c.line.times for c in group]
+    return "loop" if None in times else str(sum(t or 0 for t in times))
+
+
+def _found(group: Sequence[LineCheck]) -> list[HloCollective]:
+    return [c for check in group for c in check.found]
+
+
+def _planned_op(op: str) -> str:
+    """The plan's word for a compiled collective's."""
+    return "all_reduce" if op in SUMS else op
+
+
+SUMS = ("psum", "pmax", "pmin", "pprod", "pand", "por")
+"""All-reduces, by what they reduce with."""
+
+
+def _change(planned: str, found: Iterable[str]) -> str:
+    """`float32`, or `bfloat16->float32` where the program has another one."""
+    others = sorted(set(found) - {planned})
+    return "->".join([planned, *others[:1]])
+
+
+def _extra(extra: Sequence[HloCollective]) -> list[str]:
+    return [
+        f"{c.op} of {c.elements} {c.dtype} over {c.group_size} devices, "
+        f"{c.times} times, {size_text(c.times * c.wire_bytes)}"
+        + f", at {c.op_name}"
+        * bool(c.op_name)
+        for c in extra
+    ]
+
+
+def _meanings(wrong: Sequence[LineCheck]) -> list[str]:
+    seen = {c.status for c in wrong}
+    return [f"{status}: {text}" for status, text in MEANING.items() if status in seen]
+
+
+def totals_of(checked: Verification) -> list[str]:
+    """The verdict, bytes per step, the part that overlaps, and what else there is to
+    say, as lines."""
+    counts = {s: len(checked.having(s)) for s in (PRESENT, *MEANING)}
+    found = ", ".join(f"{n} {s}" for s, n in counts.items() if n) or "no collectives"
+    sent, planned = checked.wire_bytes, checked.planned_bytes
+    lines = [
+        f"{'as planned' if checked.ok else 'NOT as planned'}: {found}"
+        + f", {len(checked.extra)} extra",
+        f"each device sends {size_text(sent)} per step; planned {size_text(planned)}",
+    ]
+    if sent:
+        share = checked.overlapped_bytes / sent
+        lines.append(f"{share:.0%} of it while a matmul runs, by the schedule")
+    if checked.automatic:
+        beside = size_text(wire_bytes(checked.automatic))
+        lines.append(f"beside it {beside} over mesh axes that are left to XLA")
+    lines += [f"extra: {text}" for text in _extra(checked.extra)]
+    lines += _meanings(checked.lines)
+    if not checked.exact:
+        lines.append("loops without a known trip count are taken as the plan has them")
+    return lines

@@ -1,0 +1,220 @@
+"""Which dimension of each state leaf is stored split.
+
+In: shapes, dtypes and tree paths of a state, and how automatic mesh axes split it. Out:
+one `Sharding` per leaf. The choice looks at nothing else, so `init`, `shardings`,
+checkpoints and the step always agree, and an optimizer moment is split like its
+parameter.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from shardfn._core import compat
+from shardfn._core.automatic_axes import AutoSplit
+from shardfn._core.leaf_options import NOTHING_ASKED, Control
+from shardfn._core.leaves import leaf_name
+from shardfn._core.sharding import Axes, Sharding, Split, flat, is_flat, on_axis
+
+TILE = (8, 128)
+"""Rows and columns of a TPU tile; a shard that does not fill tiles is padded on the
+wire."""
+
+MAX_WASTE = 0.01
+"""Padding of a dimension above which a leaf is stored flattened instead."""
+
+COUNTS = 128
+"""A dimension of fewer elements may count layers or heads, and not features."""
+
+
+def partition(
+    paths: Sequence[tuple[Any, ...]],
+    leaves: Sequence[Any],
+    axes: Axes,
+    min_size: int,
+    autos: Sequence[AutoSplit | None] | None = None,
+    control: Control = NOTHING_ASKED,
+) -> tuple[Sharding, ...]:
+    """The stored sharding of every state leaf.
+
+    Args:
+      paths: tree path of each leaf, as `jax.tree_util.tree_flatten_with_path` gives it.
+      leaves: anything with `shape` and `dtype`, one per path.
+      axes: the mesh axes; leaves are split over the last one unless asked otherwise.
+      min_size: leaves with fewer elements are replicated.
+      autos: how automatic axes split each leaf; those dimensions are taken.
+      control: over which mesh axes each leaf is split.
+
+    Returns:
+      One sharding per leaf.
+    """
+    stacks = stacked_leaves(paths, [leaf.shape for leaf in leaves])
+    names = list(map(leaf_name, paths))
+    control.check(names)
+    return tuple(
+        _leaf_sharding(
+            leaf, axes, min_size, stacked, auto or (), control.of(name).shard
+        )
+        for name, leaf, stacked, auto in zip(
+            names, leaves, stacks, autos or [()] * len(stacks), strict=True
+        )
+    )
+
+
+def _leaf_sharding(
+    leaf: Any,
+    axes: Axes,
+    min_size: int,
+    stacked: bool,
+    auto: AutoSplit,
+    asked: tuple[str, ...] | None,
+) -> Sharding:
+    """Splits one dimension per mesh axis, the most minor axis first.
+
+    A dimension is never split over two axes: the shards of a leaf over more axes are
+    then parts of the shards of one over fewer, as moments are of their parameter.
+    """
+    over = [axes.stored] if asked is None else [axes.names.index(n) for n in asked]
+    sharding, shape, size = axes.replicated, leaf.shape, math.prod(leaf.shape)
+    taken = {dim for dim, names in enumerate(auto) if names}
+    for axis in sorted(over, reverse=True):
+        count = axes.sizes[axis]
+        if count == 1 or size < max(min_size, count) or compat.is_key(leaf.dtype):
+            continue
+        dim = choose_dim(shape, count, stacked, frozenset(taken))
+        is_first = sharding == axes.replicated
+        if dim is None or is_flat(sharding) or (not is_first and shape[dim] % count):
+            continue
+        sharding = on_axis(sharding, axis, Split(dim, stored=True))
+        taken.add(dim)
+    return sharding
+
+
+def choose_dim(
+    shape: Sequence[int],
+    count: int,
+    stacked: bool = False,
+    taken: frozenset[int] = frozenset(),
+) -> int | None:
+    """The dimension to split over `count` devices, or `flat(start)`, or None.
+
+    A dimension that `count` divides wins, one whose shards fill tiles before one whose
+    do not. Of those that fill them it is the first of features, since blocks of the
+    most major dimension are gathered without a transposed copy; of others the largest.
+    The layer dimension of a stack is taken only if no other divides. Without any, the
+    dimension that wastes least on padding is taken if it wastes at most 1%, and
+    otherwise the leaf is flattened, a stack layer by layer.
+    Dimensions in `taken` are split by automatic axes. No other axis splits them too: a
+    part of such a block is no block of the gathered value. A leaf that has one is never
+    flattened; without another dimension to split, None.
+    """
+
+    def waste(dim: int) -> float:
+        return -(-shape[dim] // count) * count / max(shape[dim], 1) - 1
+
+    def preference(dim: int) -> tuple[bool, bool, bool, int]:
+        fills = _fills_tiles(shape, dim, count)
+        first = fills and shape[dim] >= COUNTS
+        return not (stacked and dim == 0), fills, first, -dim if first else shape[dim]
+
+    dims = [d for d in range(len(shape)) if shape[d] >= count and d not in taken]
+    divisible = [d for d in dims if waste(d) == 0]
+    if divisible:
+        return max(divisible, key=preference)
+    padded = [d for d in dims if waste(d) <= MAX_WASTE and not (stacked and d == 0)]
+    if padded:
+        return min(padded, key=lambda d: (waste(d), -shape[d]))
+    if taken:
+        return None
+    start = 1 if stacked else 0
+    size = math.prod(shape[start:])
+    return flat(start if -(-size // count) * count <= (1 + MAX_WASTE) * size else 0)
+
+
+def _fills_tiles(shape: Sequence[int], dim: int, count: int) -> bool:
+    from_end = len(shape) - dim
+    if from_end > len(TILE):
+        return True
+    return (shape[dim] // count) % TILE[-from_end] == 0
+
+
+def stacked_leaves(
+    paths: Sequence[tuple[Any, ...]], shapes: Sequence[Sequence[int]]
+) -> list[bool]:
+    """Whether dimension 0 of each leaf looks like the layers of a scanned module.
+
+    It does if the leaf lies in a subtree whose leaves all have that leading size and at
+    least two dimensions, and not all the same rank: a kernel `[L, D, F]` beside a norm
+    scale `[L, D]`. Only the choice of the stored dimension depends on it.
+    """
+    subtrees: dict[tuple[str, ...], list[int]] = {}
+    for i, path in enumerate(paths):
+        keys = tuple(map(str, path))
+        for depth in range(len(keys)):
+            subtrees.setdefault(keys[:depth], []).append(i)
+    stacked = [False] * len(paths)
+    for members in subtrees.values():
+        ranks = {len(shapes[i]) for i in members}
+        if min(ranks) < 2 or len(ranks) < 2:
+            continue
+        if len({shapes[i][0] for i in members}) == 1:
+            for i in members:
+                stacked[i] = True
+    tails = {
+        _tail(path, shape)
+        for path, shape, is_stack in zip(paths, shapes, stacked, strict=True)
+        if is_stack
+    }
+    return [_tail(*leaf) in tails for leaf in zip(paths, shapes, strict=True)]
+
+
+def _tail(path: Sequence[Any], shape: Sequence[int]) -> tuple[Any, ...]:
+    """What a parameter and its moments have in common, whatever lies beside them."""
+    return tuple(map(str, path[-2:])), tuple(shape)
+
+
+def with_moments(
+    paths: Sequence[tuple[Any, ...]],
+    shapes: Sequence[Sequence[int]],
+    autos: Sequence[AutoSplit | None],
+) -> list[AutoSplit]:
+    """Gives optimizer moments the automatic axes of their parameters.
+
+    A leaf that is not split over automatic axes takes the split of a leaf of its shape
+    whose path ends like its own, in as many keys as any leaf's does. It has to lie
+    deeper than that leaf, as `opt_state/0/mu/dense/kernel` does and `params/norm/scale`
+    beside `params/dense/scale` does not, unless it does not say how it is split.
+
+    Args:
+      paths: tree path of each leaf.
+      shapes: its shape.
+      autos: its split; None if it does not say.
+
+    Returns:
+      The split of every leaf.
+    """
+    if not any(autos):
+        return [()] * len(autos)
+    alike: dict[Any, list[int]] = {}
+    for i, (path, shape) in enumerate(zip(paths, shapes, strict=True)):
+        alike.setdefault((path[-1:], tuple(shape)), []).append(i)
+    out = []
+    for i, (path, shape) in enumerate(zip(paths, shapes, strict=True)):
+        others = [j for j in alike[path[-1:], tuple(shape)] if j != i]
+        common = {j: _common_end(path, paths[j]) for j in others}
+        longest = max([1, *common.values()])
+        found = [
+            autos[j]
+            for j in others
+            if autos[j]
+            and common[j] == longest
+            and (autos[i] is None or len(path) > len(paths[j]))
+        ]
+        out.append(autos[i] or next(iter(found), None) or ())
+    return out
+
+
+def _common_end(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """In how many keys two paths end alike."""
+    pairs = zip(reversed(a), reversed(b), strict=False)
+    return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))

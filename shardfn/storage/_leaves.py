@@ -1,0 +1,196 @@
+"""What the arguments of a step mean: which leaves are state, how the batch is split.
+
+In: the arguments of a call, arrays or `ShapeDtypeStruct`s. Out: their avals, paths and
+shardings, or an error that names the leaf.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+from jax.tree_util import tree_flatten_with_path
+
+from shardfn._core import compat
+from shardfn._core.automatic_axes import auto_split
+from shardfn._core.errors import ShardingError, called
+from shardfn._core.leaves import Leaf, path_name
+from shardfn._core.sharding import Axes, Sharding, Split, on_axis
+from shardfn.storage._batch import Uneven, refuse_uneven
+from shardfn.storage._padding import logical_shape
+
+NO_AXES: Mapping[str, int] = MappingProxyType({})
+
+
+def leaves_of(
+    tree: tuple[Any, ...], what: str, sizes: Mapping[str, int] = NO_AXES
+) -> tuple[list[Leaf], Any]:
+    """The leaves of some arguments, on logical shapes, and their tree structure.
+
+    Paths start with the argument's number unless there is only one argument.
+
+    Args:
+      tree: the arguments.
+      what: "state" or "batch", for errors.
+      sizes: the automatic mesh axes.
+
+    Returns:
+      The leaves and the structure.
+    """
+    flat, treedef = tree_flatten_with_path(tree)
+    skip = 1 if len(tree) == 1 else 0
+    leaves = []
+    for path, x in flat:
+        aval = abstract(x, path[skip:], what)
+        leaves.append(Leaf(path[skip:], aval, auto_split(x, aval.shape, sizes)))
+    return leaves, treedef
+
+
+def abstract(leaf: Any, path: Sequence[Any], what: str) -> jax.ShapeDtypeStruct:
+    """The aval of one leaf, which may be an array, a scalar or a `ShapeDtypeStruct`."""
+    if isinstance(leaf, jax.Array):
+        shape = logical_shape(leaf) or leaf.shape
+        weak = getattr(leaf, "weak_type", False)  # PRNG keys have none
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, weak_type=weak)
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type)
+    numbers = bool, int, float, complex
+    if isinstance(leaf, (*numbers, np.ndarray, np.generic)) and _is_numeric(leaf):
+        aval = jax.eval_shape(lambda x: x, leaf)
+        weak = type(leaf) in numbers[1:]
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak)
+    raise ShardingError(
+        f"{what} leaf '{path_name(path) or what}' is {_kind(leaf)}.\n"
+        f"{called()}"
+        "Pass arrays, numbers or ShapeDtypeStructs; keep functions and other static "
+        "parts outside, for example with functools.partial or eqx.partition."
+    )
+
+
+def _is_numeric(leaf: Any) -> bool:
+    return np.asarray(leaf).dtype.kind in "biufcV"  # V: bfloat16 and its like
+
+
+def _kind(leaf: Any) -> str:
+    if isinstance(leaf, np.ndarray):
+        return f"an array of dtype {leaf.dtype}, which JAX does not have"
+    name = type(leaf).__name__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}, not an array"
+
+
+def batch_shardings(
+    batch: Sequence[Any],
+    leaves: Sequence[Leaf],
+    spec: Any,
+    axes: Axes,
+    is_local: bool = False,
+) -> tuple[Sharding, ...]:
+    """How every batch leaf is split.
+
+    Args:
+      batch: the arguments that are not state.
+      leaves: their leaves, in order.
+      spec: the caller's `batch_spec`, or None.
+      axes: the mesh axes; the batch is split over all of them.
+      is_local: whether leaves have the shapes of one device's part.
+
+    Returns:
+      One sharding per leaf: dimension 0 split unless `spec` says otherwise; scalars and
+      PRNG keys replicated.
+    """
+    specs: list[PartitionSpec | None] = []
+    _match(spec, batch[0] if len(batch) == 1 else tuple(batch), specs)
+    uneven: list[Uneven] = []
+    split = tuple(
+        _batch_leaf(leaf, one, axes, is_local, uneven)
+        for leaf, one in zip(leaves, specs, strict=True)
+    )
+    if uneven:
+        refuse_uneven(uneven)
+    return split
+
+
+def _match(spec: Any, tree: Any, out: list[PartitionSpec | None]) -> None:
+    """One spec per leaf of `tree`; `spec` is a prefix of it that may leave keys out."""
+    if spec is None or isinstance(spec, PartitionSpec):
+        out.extend([spec] * len(jax.tree.leaves(tree)))
+        return
+    named, specs = _children(tree), _children(spec)
+    if specs is None or named is None:
+        raise ShardingError(
+            f"batch_spec has {spec!r} where a PartitionSpec, None or a container of "
+            f"them belongs.\n{called()}"
+            "Give a prefix of the batch, such as batch_spec={'tokens': jax.P('data')}."
+        )
+    unknown = [path_name([key]) for key in specs if key not in named]
+    if unknown:
+        raise ShardingError(
+            f"batch_spec names {unknown}, but the batch has "
+            f"{[path_name([key]) for key in named]}.\n{called()}"
+            "Name leaves of the batch; those left out are split on dimension 0."
+        )
+    for key, child in named.items():
+        _match(specs.get(key), child, out)
+
+
+def _children(tree: Any) -> dict[Any, Any] | None:
+    """The children of the root of a pytree by key; None for a leaf."""
+    flat, _ = tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
+    return {path[0]: x for path, x in flat} if all(path for path, _ in flat) else None
+
+
+def _batch_leaf(
+    leaf: Leaf,
+    spec: PartitionSpec | None,
+    axes: Axes,
+    is_local: bool,
+    uneven: list[Uneven],
+) -> Sharding:
+    """How one leaf is split; a dimension that cannot be goes into `uneven`."""
+    shape = leaf.aval.shape
+    _check_names(leaf, spec, axes)
+    if spec is None:
+        dims = {} if _is_whole(leaf.aval) else dict.fromkeys(axes.names, 0)
+    else:
+        dims = {
+            name: dim
+            for dim, entry in enumerate(spec)
+            for name in (entry if isinstance(entry, tuple) else (entry,))
+            if name in axes.names
+        }
+    sharding = axes.replicated
+    for axis, name in enumerate(axes.names):
+        if name in dims and axes.sizes[axis] > 1:
+            sharding = on_axis(sharding, axis, Split(dims[name]))
+    for dim in set(dims.values()):
+        over = [a for a, n in enumerate(axes.names) if dims.get(n) == dim]
+        count = math.prod(axes.sizes[a] for a in over)
+        if dim >= len(shape) or (not is_local and shape[dim] % count):
+            size = shape[dim] if dim < len(shape) else 0
+            names = tuple(axes.names[a] for a in over)
+            uneven.append(
+                Uneven(leaf.path, leaf.name or "batch", size, dim, count, names)
+            )
+    return sharding
+
+
+def _is_whole(aval: jax.ShapeDtypeStruct) -> bool:
+    """Scalars, empty arrays and PRNG keys, typed or raw, are the same everywhere."""
+    is_key = compat.is_key(aval.dtype)
+    is_raw_key = aval.dtype == np.uint32 and aval.shape in ((2,), (4,))
+    return not aval.shape or 0 in aval.shape or is_key or is_raw_key
+
+
+def _check_names(leaf: Leaf, spec: PartitionSpec | None, axes: Axes) -> None:
+    entries = [e if isinstance(e, tuple) else (e,) for e in spec or ()]
+    for name in (n for entry in entries for n in entry if n is not None):
+        if name not in axes.names:
+            raise ShardingError(
+                f"batch_spec of leaf '{leaf.name or 'batch'}' is PartitionSpec"
+                f"{tuple(spec or ())}, but the mesh has no axis '{name}' "
+                f"that the batch is split over.\n{called()}"
+                f"Use the axes that fully_shard was given: {axes.names}."
+            )

@@ -1,0 +1,63 @@
+"""On which mesh an array lies, and where operations on it may run.
+
+In: meshes with explicit or automatic axes, arrays. Out: the mesh to place arrays on,
+and contexts in which JAX takes them.
+"""
+
+import contextlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
+
+from shardfn._core import compat
+
+
+def automatic(mesh: Mesh) -> Mesh:
+    """The same devices and axes, every axis left to the compiler."""
+    types = (AxisType.Auto,) * len(mesh.axis_names)
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+
+
+def home(mesh: Mesh, given: Mesh) -> Mesh:
+    """The mesh to place arrays on: the caller's mesh `given` inside `jax.set_mesh` of
+    it, else the automatic one, `mesh`.
+
+    Operations take no arrays of another mesh than the one that is set. Where none is
+    set, JAX takes no gradients of arrays that are typed by one.
+    """
+    is_set = jax.sharding.get_abstract_mesh() == given.abstract_mesh
+    return given if is_set else mesh
+
+
+def is_on(mesh: Mesh, x: Any) -> bool:
+    """Whether `x` is a tracer or an array that is placed on the mesh."""
+    if isinstance(x, jax.Array) and not compat.is_traced(x):
+        return getattr(x.sharding, "mesh", None) == mesh
+    return compat.is_traced(x)
+
+
+def only(sharding: SingleDeviceSharding) -> Mesh:
+    """The mesh of one device."""
+    (device,) = sharding.device_set
+    return Mesh([device], ("_",), axis_types=(AxisType.Auto,))
+
+
+def beside(x: Any) -> contextlib.AbstractContextManager[Any]:
+    """A context for operations on an array where it lies, if another mesh is set."""
+    if compat.is_tracing() or jax.sharding.get_abstract_mesh().empty:
+        return contextlib.nullcontext()
+    match getattr(x, "sharding", None):
+        case NamedSharding(mesh=Mesh() as mesh):
+            return jax.set_mesh(mesh)
+        case SingleDeviceSharding() as one:
+            return jax.set_mesh(only(one))
+    return contextlib.nullcontext()
+
+
+def moved(x: Any, device: SingleDeviceSharding) -> Any:
+    """`x` on one device, in a buffer of its own: that of `x` may be donated."""
+    moved = jax.device_put(x, device)
+    is_traced = compat.is_traced(x)
+    return jnp.copy(moved) if not is_traced and x.is_fully_replicated else moved

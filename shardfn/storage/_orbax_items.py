@@ -1,0 +1,165 @@
+"""What of a leaf is on disk, and what Orbax is given to write and to read it.
+
+In: leaves of a state, and the arrays that store them. Out: their shapes and dtypes on
+disk, how they differ, and the items, arguments and options of Orbax.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from etils import epath
+
+from shardfn._core import compat, processes
+from shardfn._core.leaves import Leaf
+from shardfn.storage._orbax_handler import StoredRestoreArgs, registry
+from shardfn.storage._padded_leaves import uneven
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A leaf as it is on disk; of PRNG keys, their words."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+    def __str__(self) -> str:
+        return f"{self.dtype.name}[{','.join(map(str, self.shape))}]"
+
+
+def on_disk(aval: jax.ShapeDtypeStruct) -> Saved:
+    """What is on disk of a leaf."""
+    if compat.is_key(aval.dtype):
+        return _words(aval.shape, aval.dtype)
+    return Saved(aval.shape, jnp.dtype(aval.dtype))
+
+
+@functools.cache  # JAX remembers every trace, also of the same
+def _words(shape: tuple[int, ...], dtype: Any) -> Saved:
+    """The words of PRNG keys."""
+    keys = jax.ShapeDtypeStruct(shape, dtype)
+    words = jax.eval_shape(jax.random.key_data, keys)
+    return Saved(words.shape, jnp.dtype(words.dtype))
+
+
+def handler() -> ocp.PyTreeCheckpointHandler:
+    """Without compression no chunk is copied to be written: weights hardly compress."""
+    return ocp.PyTreeCheckpointHandler(
+        use_compression=False, type_handler_registry=registry()
+    )
+
+
+def has_values(leaf: Leaf) -> bool:
+    """Whether a leaf is on disk; arrays without elements are not."""
+    return 0 not in leaf.aval.shape
+
+
+def differences(leaves: Sequence[Leaf], saved: Mapping[str, Saved]) -> list[str]:
+    """A line for every leaf that is not the same in a checkpoint and in a state."""
+    wanted = {leaf.name: on_disk(leaf.aval) for leaf in leaves if has_values(leaf)}
+    missing = [f"missing: '{k}' {v}" for k, v in wanted.items() if k not in saved]
+    extra = [f"in it only: '{k}' {v}" for k, v in saved.items() if k not in wanted]
+    other = [
+        f"different: '{k}' is {saved[k]}, and {v} in the state"
+        for k, v in wanted.items()
+        if k in saved and saved[k] != v
+    ]
+    return [*missing, *extra, *other]
+
+
+def not_json(x: Any, path: str) -> tuple[str, str] | None:
+    """The path and the type of the first part that JSON cannot hold, if any."""
+    with contextlib.suppress(TypeError, ValueError):
+        json.dumps(x)
+        return None
+    parts: list[tuple[Any, Any]] = []
+    if isinstance(x, dict):
+        parts = list(x.items())
+    elif isinstance(x, list | tuple):
+        parts = list(enumerate(x))
+    for key, part in parts:
+        if found := not_json(part, f"{path}[{key!r}]"):
+            return found
+    if isinstance(x, jax.Array):
+        return path, f"a jax.Array {jax.typeof(x).str_short()}"
+    return path, f"of type {type(x).__name__}"
+
+
+def empty(target: jax.ShapeDtypeStruct) -> jax.Array:
+    """The array that stores a leaf that has no values."""
+    return jnp.zeros(target.shape, target.dtype, device=target.sharding)
+
+
+def values(arrays: Sequence[jax.Array], leaves: Sequence[Leaf]) -> list[Any]:
+    """What Orbax is given to write for each leaf."""
+    shapes = [leaf.aval.shape for leaf in leaves]
+    odd = [i for i, x in enumerate(arrays) if x.shape != shapes[i]]
+    made = uneven([arrays[i] for i in odd], [shapes[i] for i in odd])
+    values: list[Any] = [
+        x if has_values(leaf) else None for x, leaf in zip(arrays, leaves, strict=True)
+    ]
+    for i, leaf in zip(odd, made, strict=True):
+        values[i] = leaf
+    return values
+
+
+def restore_args(leaf: Leaf, target: jax.ShapeDtypeStruct) -> ocp.RestoreArgs:
+    """What tells Orbax how a leaf is read into the array that stores it."""
+    if not compat.is_key(target.dtype):
+        return StoredRestoreArgs(
+            dtype=target.dtype, shape=leaf.aval.shape, stored=target
+        )
+    # Orbax knows from the checkpoint that these words are PRNG keys.
+    return ocp.ArrayRestoreArgs(restore_type=jax.Array, sharding=target.sharding)
+
+
+def read(
+    directory: epath.Path,
+    leaves: Sequence[Leaf],
+    targets: Sequence[jax.ShapeDtypeStruct],
+    treedef: Any,
+) -> list[jax.Array]:
+    """The arrays of the leaves that have values, as `targets` say."""
+    both = list(zip(leaves, targets, strict=True))
+    items = [target if has_values(leaf) else None for leaf, target in both]
+    args = [restore_args(*pair) if has_values(pair[0]) else None for pair in both]
+    item, given = (jax.tree.unflatten(treedef, x)[0] for x in (items, args))
+    # Not by a Checkpointer: after it has read, it waits for all processes, also for one
+    # that could not.
+    with contextlib.closing(handler()) as reader:
+        restored = reader.restore(
+            directory, args=ocp.args.PyTreeRestore(item, restore_args=given)
+        )
+    return jax.tree.leaves(restored)
+
+
+def manager_options(
+    options: ocp.CheckpointManagerOptions | None,
+    directory: epath.Path,
+    group: Sequence[int] | None = None,
+) -> ocp.CheckpointManagerOptions:
+    """Options with which the processes of a mesh wait for each other on their hosts.
+    Orbax does it by a collective of all else, which gloo, on CPU devices, ends after 30
+    seconds: one process may write or delete for longer than that."""
+    options = options or ocp.CheckpointManagerOptions()
+    numbers, several = processes.checkpointing(group), options.multiprocessing_options
+    if not numbers or several.active_processes is not None:
+        return options
+    if options.create:  # Orbax does not, for processes that it is told of
+        if processes.index() == numbers[0]:
+            directory.mkdir(parents=True, exist_ok=True)
+        processes.meet("opened the directory of checkpoints", numbers)
+    first = several.primary_host
+    if first is not None and first not in numbers:
+        first = numbers[0]
+    several = dataclasses.replace(
+        several, active_processes=set(numbers), primary_host=first
+    )
+    return dataclasses.replace(options, create=False, multiprocessing_options=several)

@@ -1,0 +1,80 @@
+"""Storage of leaves that no dimension divides: padded or flattened, and back.
+
+In: a whole leaf and its stored sharding. Out: the stored array. The logical shape of a
+stored array is remembered beside the array, so that any step given it can trace itself
+on the shape that the user knows.
+"""
+
+import weakref
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from shardfn._core import compat
+from shardfn._core.sharding import Axes, Sharding, Split, stored_shape, viewed
+
+_logical: dict[int, tuple[weakref.ref[jax.Array], tuple[int, ...]]] = {}
+
+
+def remember(array: jax.Array, shape: Sequence[int]) -> None:
+    """Notes that `array` stores a leaf of another, logical `shape`."""
+    key = id(array)
+    ref = weakref.ref(array, lambda _: _logical.pop(key, None))
+    _logical[key] = ref, tuple(shape)
+
+
+def logical_shape(array: jax.Array) -> tuple[int, ...] | None:
+    """The shape of the leaf that `array` stores, if that is known to be another one."""
+    ref, shape = _logical.get(id(array), (None, None))
+    return shape if ref is not None and ref() is array else None
+
+
+def to_stored(x: jax.Array, sharding: Sharding, axes: Axes) -> jax.Array:
+    """A whole leaf in its stored shape, padded with zeros."""
+    shape = stored_shape(x.shape, sharding, axes)
+    if shape == x.shape:
+        return x
+    for split in sharding:
+        if isinstance(split, Split):
+            x = x.reshape(viewed(x.shape, split.dim)[0])
+    pads = [(0, to - size) for size, to in zip(x.shape, shape, strict=True)]
+    return jnp.pad(x, pads)
+
+
+def to_whole(x: jax.Array, shape: Sequence[int], sharding: Sharding) -> jax.Array:
+    """The leaf of `shape` that a whole array of the stored shape stands for."""
+    if tuple(x.shape) == tuple(shape):
+        return x
+    view = tuple(shape)
+    for split in sharding:
+        if isinstance(split, Split):
+            view, _ = viewed(view, split.dim)
+    return x[tuple(slice(0, size) for size in view)].reshape(shape)
+
+
+def zero_padding(
+    x: jax.Array, shape: Sequence[int], sharding: Sharding, axes: Axes
+) -> jax.Array:
+    """A local block with its padding set to zero; inside `shard_map`."""
+    if stored_shape(shape, sharding, axes) == tuple(shape):
+        return x
+    for axis, split in enumerate(sharding):
+        if isinstance(split, Split):
+            view, dim = viewed(shape, split.dim)
+            inside = is_inside(x.shape, dim, view[dim], axes.bound(axis))
+            zeroed = jnp.where(inside, x, jnp.zeros((), x.dtype))
+            x = compat.with_weak_type(zeroed, jax.typeof(x).weak_type)
+    return x
+
+
+def is_inside(
+    block: Sequence[int], dim: int, size: int, names: tuple[str, ...]
+) -> jax.Array:
+    """Mask of a local block: which of its elements along `dim` are not padding."""
+    local = block[dim]
+    index = lax.axis_index(names)
+    rest = jnp.where(index == size // local, size % local, 0)
+    count = jnp.where(index < size // local, local, rest)
+    return lax.broadcasted_iota(jnp.int32, block, dim) < count

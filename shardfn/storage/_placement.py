@@ -1,0 +1,407 @@
+"""Where arrays live: placing states and batches on the mesh, and taking them back.
+
+In: pytrees as users hold them. Out: leaves on logical shapes, and arrays as stored.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import (
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    SingleDeviceSharding,
+)
+
+from shardfn._core import compat, processes
+from shardfn._core.automatic_axes import AutoSplit, fitting, full_spec
+from shardfn._core.errors import ShardingError, called, step_name
+from shardfn._core.leaf_options import NOTHING_ASKED, Control
+from shardfn._core.leaves import Leaf
+from shardfn._core.sharding import Axes, Sharding, stored_shape
+from shardfn.storage._layout import partition, with_moments
+from shardfn.storage._leaves import leaves_of
+from shardfn.storage._mesh_context import automatic, beside, home, is_on, moved, only
+from shardfn.storage._padding import logical_shape, remember, to_stored, to_whole
+
+Shapes = tuple[tuple[int, ...], ...]
+Kind = tuple[Shapes, tuple[AutoSplit, ...]]
+"""Logical shapes of a state's leaves, and how automatic mesh axes split them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """How states are stored on a mesh.
+
+    `mesh` is the caller's mesh, `given`, with all axes automatic: inside, the step is
+    manual over its own axes and XLA's over all others.
+
+    `kinds` remembers the states it has stored, by structure and stored shapes: a padded
+    state that went through `jax.tree.map` is still recognised, and so are the automatic
+    axes of a state whose types do not name them. An array that somebody else put on the
+    mesh, in the shape and sharding of such a padded one, is taken for one too.
+    """
+
+    mesh: Mesh
+    given: Mesh
+    axes: Axes
+    min_size: int
+    control: Control = NOTHING_ASKED
+    kinds: dict[tuple[Any, Shapes], list[Kind]] = field(default_factory=dict)
+
+    def on(self, mesh: Mesh) -> "Storage":
+        """The same on another mesh with the same axis names."""
+        axes = axes_over(mesh, self.axes.names, self.control)
+        return Storage(automatic(mesh), mesh, axes, self.min_size, self.control)
+
+    def abstract(self, leaves: Sequence[Leaf]) -> list[jax.ShapeDtypeStruct]:
+        """The leaves as arguments without values, still split over automatic axes."""
+        whole = self.axes.replicated
+        return [
+            jax.ShapeDtypeStruct(
+                leaf.aval.shape,
+                leaf.aval.dtype,
+                weak_type=leaf.aval.weak_type,
+                sharding=self.named(leaf, whole) if leaf.auto else None,
+            )
+            for leaf in leaves
+        ]
+
+    @property
+    def auto_sizes(self) -> dict[str, int]:
+        """The mesh axes that XLA partitions over, and their sizes."""
+        own = self.axes.names
+        return {name: n for name, n in self.mesh.shape.items() if name not in own}
+
+    def named(self, leaf: Leaf, sharding: Sharding) -> NamedSharding:
+        """The sharding that stores a leaf, or feeds one of the batch."""
+        auto = fitting(leaf.auto or (), leaf.aval.shape, sharding, self.axes)
+        spec, mesh = full_spec(sharding, auto, self.axes), self.home
+        if compat.has_types(mesh):  # types name every dimension
+            rank = len(stored_shape(leaf.aval.shape, sharding, self.axes))
+            spec = PartitionSpec(*spec, *[None] * (rank - len(spec)))
+        return NamedSharding(mesh, spec)
+
+    @property
+    def home(self) -> Mesh:
+        """The mesh that arrays are placed on now; see `_mesh_context.home`."""
+        return home(self.mesh, self.given)
+
+    def partition(self, leaves: Sequence[Leaf]) -> tuple[Sharding, ...]:
+        """The stored sharding of every leaf."""
+        return partition(
+            [leaf.path for leaf in leaves],
+            [leaf.aval for leaf in leaves],
+            self.axes,
+            self.min_size,
+            [leaf.auto for leaf in leaves],
+            self.control,
+        )
+
+    def batch_leaves(self, batch: tuple[Any, ...]) -> tuple[list[Leaf], Any]:
+        """The leaves of the arguments that are not state, and their structure."""
+        return leaves_of(batch, "batch", self.auto_sizes)
+
+    def leaves(self, states: tuple[Any, ...]) -> tuple[tuple[Leaf, ...], Any]:
+        """The leaves of whole or stored states on logical shapes, and their
+        structure."""
+        leaves, treedef = leaves_of(states, "state", self.auto_sizes)
+        arrays = jax.tree.leaves(states)
+        raw = tuple(map(jnp.shape, arrays))
+        known = self.kinds.get((treedef, raw), [])
+        leaves = self._all_told(leaves, raw, known)
+        shapes = _shapes(leaves)
+        if known and shapes == raw and not self.is_told(arrays):
+            one, *two = dict.fromkeys(shapes for shapes, _ in known)
+            if two:
+                raise ShardingError(
+                    f"the state could be one with leaves of shapes {list(one)} or "
+                    f"{list(two[0])}: both are stored in these arrays.\n{called()}"
+                    "Make another ShardedStep with fully_shard for the other state."
+                )
+            leaves = list(map(_with_shape, leaves, one))
+        leaves = _split_as_known(arrays, leaves, known)
+        autos = with_moments(
+            [leaf.path for leaf in leaves],
+            [leaf.aval.shape for leaf in leaves],
+            [leaf.auto for leaf in leaves],
+        )
+        split = [replace(x, auto=a) for x, a in zip(leaves, autos, strict=True)]
+        return tuple(split), treedef
+
+    def _all_told(
+        self, leaves: list[Leaf], raw: Shapes, known: Sequence[Kind]
+    ) -> list[Leaf]:
+        """Leaves that are told their logical shapes tell those of the traced others."""
+        shapes = _shapes(leaves)
+        told = {
+            k
+            for k, _ in known
+            if all(x in (r, s) for x, r, s in zip(shapes, raw, k, strict=True))
+        }
+        if shapes == raw or len(told) != 1:
+            return leaves
+        return list(map(_with_shape, leaves, told.pop()))
+
+    def is_told(self, arrays: Sequence[Any]) -> bool:
+        """Whether the arrays themselves say what the shapes of their leaves are."""
+        meshes = self.mesh, self.given
+        placed = (any(is_on(m, x) for m in meshes) for x in arrays if jnp.ndim(x))
+        return not all(placed) or any(logical_shape(x) is not None for x in arrays)
+
+    def each(self, leaves: Sequence[Leaf]) -> list[tuple[Leaf, Sharding]]:
+        return list(zip(leaves, self.partition(leaves), strict=True))
+
+    def stored_aval(self, leaf: Leaf, sharding: Sharding) -> jax.ShapeDtypeStruct:
+        """Shape, dtype and sharding of the array that stores a leaf."""
+        return jax.ShapeDtypeStruct(
+            stored_shape(leaf.aval.shape, sharding, self.axes),
+            leaf.aval.dtype,
+            weak_type=leaf.aval.weak_type,
+            sharding=self.named(leaf, sharding),
+        )
+
+    def stored_init(
+        self, init_fn: Callable[..., Any], leaves: Sequence[Leaf]
+    ) -> tuple[Callable[..., list[jax.Array]], list[NamedSharding], list[int]]:
+        """A function that makes a state's leaves as they are stored, their shardings,
+        and the bytes of each leaf when it is whole."""
+        each = self.each(leaves)
+
+        def make(*args: Any) -> list[jax.Array]:
+            made = jax.tree.leaves(init_fn(*args))
+            return [
+                to_stored(jnp.asarray(x), s, self.axes)
+                for x, (_, s) in zip(made, each, strict=True)
+            ]
+
+        named = [self.named(leaf, s) for leaf, s in each]
+        return (
+            make,
+            named,
+            [leaf.aval.size * leaf.aval.dtype.itemsize for leaf in leaves],
+        )
+
+    def place(
+        self, states: tuple[Any, ...]
+    ) -> tuple[list[jax.Array], tuple[Leaf, ...], Any]:
+        """The states' leaves as stored; those that are not stored so yet are moved.
+
+        Args:
+          states: pytrees of arrays, whole or stored.
+
+        Returns:
+          The stored arrays, the leaves on logical shapes, and the tree structure.
+
+        Raises:
+          ShardingError: a leaf has no values, or its buffer was donated.
+        """
+        leaves, treedef = self.leaves(states)
+        arrays = jax.tree.leaves(states)
+        for x, leaf in zip(arrays, leaves, strict=True):
+            _check_values(x, leaf)
+        placed = [
+            self.place_leaf(x, leaf, sharding)
+            for x, (leaf, sharding) in zip(arrays, self.each(leaves), strict=True)
+        ]
+        self.remember(placed, leaves, treedef)
+        return placed, leaves, treedef
+
+    def place_leaf(self, x: Any, leaf: Leaf, sharding: Sharding) -> jax.Array:
+        is_traced = compat.is_traced(x)
+        named = self.named(leaf, sharding)
+        is_placed = isinstance(x, jax.Array) and not is_traced and x.sharding == named
+        if is_placed and x.shape == self.stored_aval(leaf, sharding).shape:
+            return x
+        with beside(x):
+            if jnp.shape(x) == leaf.aval.shape:
+                x = to_stored(jnp.asarray(x), sharding, self.axes)
+            if is_traced:
+                return x
+            # Donating the placed leaf must not take the caller's buffer.
+            x = jnp.copy(x) if isinstance(x, jax.Array) else x
+        return jax.device_put(x, named)
+
+    def to_remember(
+        self, shapes: Shapes, leaves: Sequence[Leaf], treedef: Any
+    ) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """Positions and logical shapes of the stored arrays that have to carry them:
+        the padded ones, and all if another known state is stored in the same shapes."""
+        shared = len({k for k, _ in self.kinds.get((treedef, shapes), ())}) > 1
+        return tuple(
+            (i, leaf.aval.shape)
+            for i, (shape, leaf) in enumerate(zip(shapes, leaves, strict=True))
+            if shared or shape != leaf.aval.shape
+        )
+
+    def remember(
+        self, arrays: Sequence[jax.Array], leaves: Sequence[Leaf], treedef: Any
+    ) -> None:
+        """Notes a state that is stored, and the logical shapes of its arrays."""
+        shapes = tuple(x.shape for x in arrays)
+        kinds = self.kinds.setdefault((treedef, shapes), [])
+        kind = _shapes(leaves), tuple(leaf.auto or () for leaf in leaves)
+        if kind in kinds:
+            kinds.remove(kind)
+        kinds.append(kind)
+        for i, shape in self.to_remember(shapes, leaves, treedef):
+            if not compat.is_traced(arrays[i]):
+                remember(arrays[i], shape)
+
+    def hand_back(self, out: Sequence[Any]) -> list[Any]:
+        """Results on the caller's mesh, so that they mix with its own arrays."""
+        if self.given == self.mesh:
+            return list(out)
+        return [
+            x
+            if compat.is_traced(x)
+            else jax.device_put(x, NamedSharding(self.given, x.sharding.spec))
+            for x in out
+        ]
+
+    def whole_on(self, process: int, states: tuple[Any, ...]) -> Any:
+        """Stored states with every leaf whole on a device of one process, None on
+        others. Leaf by leaf, every device holds one whole leaf for a moment."""
+        if process not in range(processes.count()):
+            raise ShardingError(
+                f"there is no process {process!r} to put the state together on.\n"
+                f"{called()}Pass one of 0 to {processes.count() - 1}."
+            )
+        leaves, treedef = self.leaves(states)
+        everywhere = functools.cache(
+            lambda mesh: jax.jit(
+                lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec())
+            )
+        )
+        arrays = []
+        for x, (leaf, sharding) in zip(
+            jax.tree.leaves(states), self.each(leaves), strict=True
+        ):
+            own = everywhere(x.sharding.mesh)(x).addressable_data(0)
+            if processes.index() == process:
+                arrays.append(to_whole(own, leaf.aval.shape, sharding))
+        if processes.index() != process:
+            return None
+        return jax.tree.unflatten(treedef, arrays)
+
+    def whole(self, states: tuple[Any, ...]) -> Any:
+        """Stored states with every leaf whole on the first device of the mesh."""
+        leaves, treedef = self.leaves(states)
+        if any(not x.is_fully_addressable for x in _placed(states)):
+            raise ShardingError(
+                "the devices of the mesh belong to several processes, and none of "
+                f"them holds the state.\n{called()}"
+                "Pass process=0, in all of them, to put it together on that one, or "
+                "save it with shardfn.storage.checkpoint, which puts nothing together."
+            )
+        device = SingleDeviceSharding(self.mesh.devices.flat[0])
+        traced = any(map(compat.is_traced, jax.tree.leaves(states)))
+        with contextlib.nullcontext() if traced else jax.set_mesh(only(device)):
+            arrays = [
+                to_whole(moved(x, device), leaf.aval.shape, sharding)
+                for x, (leaf, sharding) in zip(
+                    jax.tree.leaves(states), self.each(leaves), strict=True
+                )
+            ]
+        return jax.tree.unflatten(treedef, arrays)
+
+    def place_batch(
+        self, batch: Any, leaves: Sequence[Leaf], shardings: Sequence[Sharding]
+    ) -> list[Any]:
+        """The batch's leaves on the mesh; scalars stay as they are."""
+        placed = []
+        for x, leaf, sharding in zip(
+            jax.tree.leaves(batch), leaves, shardings, strict=True
+        ):
+            _check_values(x, leaf, "batch")
+            named = self.named(leaf, sharding)
+            is_array = isinstance(x, jax.Array)
+            stays = compat.is_traced(x) or not leaf.aval.shape
+            if stays or (is_array and x.sharding == named):
+                placed.append(x)
+            else:
+                placed.append(jax.device_put(x, named))
+        return placed
+
+
+class HasStorage(Protocol):
+    """What stores states on a mesh: a `ShardedStep`."""
+
+    @property
+    def storage(self) -> Storage:
+        """How its states are stored."""
+        ...
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh that it was given."""
+        ...
+
+
+def axes_over(mesh: Mesh, names: tuple[str, ...], control: Control) -> Axes:
+    """The mesh axes `names` of a mesh, the last divided into the groups asked for."""
+    sizes = tuple(mesh.shape[n] for n in names)
+    groups = control.on(names[-1], sizes[-1]).groups
+    return Axes(names, sizes, tuple(mesh.shape.items()), tuple(sorted(groups)))
+
+
+def _placed(states: Any) -> list[jax.Array]:
+    """The leaves that are arrays with values."""
+    leaves = jax.tree.leaves(states)
+    return [x for x in leaves if isinstance(x, compat.CONCRETE_ARRAYS)]
+
+
+def _split_as_known(
+    arrays: Sequence[Any], leaves: list[Leaf], known: Sequence[Kind]
+) -> list[Leaf]:
+    """Leaves with the automatic axes that their state had when it was last seen, where
+    their own types do not name any: those of tracers on a mesh without explicit axes.
+    """
+    for shapes, autos in reversed(known):
+        if shapes == _shapes(leaves) and all(
+            leaf.auto in (None, auto) for leaf, auto in zip(leaves, autos, strict=True)
+        ):
+            return [
+                replace(leaf, auto=auto) if compat.is_traced(x) else leaf
+                for x, leaf, auto in zip(arrays, leaves, autos, strict=True)
+            ]
+    return leaves
+
+
+def _shapes(leaves: Sequence[Leaf]) -> Shapes:
+    return tuple(leaf.aval.shape for leaf in leaves)
+
+
+def _with_shape(leaf: Leaf, shape: tuple[int, ...]) -> Leaf:
+    aval = leaf.aval
+    like = jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=aval.weak_type)
+    return replace(leaf, aval=like)
+
+
+def _check_values(x: Any, leaf: Leaf, what: str = "state") -> None:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        hint = (
+            "Make the state with step.init(init_fn, ...) or step.shard(state)"
+            if what == "state"
+            else "Pass arrays"
+        )
+        raise ShardingError(
+            f"{what} leaf '{leaf.name or what}' is a ShapeDtypeStruct, which has no "
+            "values.\n"
+            f"{called()}"
+            f"{hint}; only plan, lower and shardings take abstract values."
+        )
+    is_array = isinstance(x, jax.Array) and not compat.is_traced(x)
+    if is_array and x.is_deleted():
+        raise ShardingError(
+            f"{what} leaf '{leaf.name or what}' was donated to an earlier call and is "
+            "gone.\n"
+            f"{called()}"
+            f"Use the state that {step_name()} returned, or pass donate=False to "
+            "fully_shard to keep old states."
+        )

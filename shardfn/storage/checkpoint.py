@@ -1,0 +1,336 @@
+"""Saving and restoring sharded states with Orbax, onto any mesh.
+
+In: a state as a sharded step stores it. Out: a directory of Orbax checkpoints that hold
+each leaf in its own shape and dtype, whatever mesh wrote it; and a state back, stored
+as another step on another mesh wants it, or whole on one device.
+
+Needs the extra `checkpoint`: `pip install -e '.[checkpoint]'`.
+"""
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from etils import epath
+from jax.sharding import SingleDeviceSharding
+
+from shardfn._core import compat, processes
+from shardfn._core.errors import call_site
+from shardfn._core.leaves import Leaf, path_name
+from shardfn.storage import _write_failures
+from shardfn.storage._leaves import leaves_of
+from shardfn.storage._orbax_handler import CHUNK_BYTES
+from shardfn.storage._orbax_items import (
+    Saved,
+    differences,
+    empty,
+    handler,
+    has_values,
+    manager_options,
+    not_json,
+    read,
+    values,
+)
+from shardfn.storage._placement import HasStorage
+
+ITEM = "state"
+"""The name of the state's directory in a checkpoint."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be written, or does not fit the state to be restored."""
+
+
+class Checkpoints:
+    """The checkpoints of one training run: an Orbax `CheckpointManager` for a state
+    that a sharded step stores.
+
+    A checkpoint is written in the background and appears under its number when it is
+    complete. Each process writes the shards of its own devices, without gathering any:
+    it needs one copy of them in host memory, until they are written. A leaf is on disk
+    in its own shape and dtype, however it is stored, so that the checkpoint can be
+    restored onto any mesh, and read without shardfn.
+
+    Args:
+      directory: absolute path, or `gs://...`; made if it is not there.
+      step: the sharded step that the state belongs to. Without one, states are whole
+        arrays on one device.
+      options: of Orbax: how many checkpoints are kept, time limits, and so on.
+
+    Raises:
+      ValueError: `directory` is not absolute.
+
+    Example:
+      >>> import tempfile, jax, jax.numpy as jnp, shardfn
+      >>> from shardfn.storage.checkpoint import Checkpoints
+      >>> mesh = jax.make_mesh((8,), ("data",))
+      >>> step = shardfn.fully_shard(lambda w, x: (w * x.mean(), x), mesh, min_size=0)
+      >>> with tempfile.TemporaryDirectory() as directory:
+      ...     with Checkpoints(directory, step) as checkpoints:
+      ...         checkpoints.save(100, step.init(lambda: jnp.arange(5.0)))
+      ...     with Checkpoints(directory) as checkpoints:  # on one device, later
+      ...         print(checkpoints.latest, checkpoints.restore(jnp.zeros(5)))
+      100 [0. 1. 2. 3. 4.]
+    """
+
+    def __init__(
+        self,
+        directory: str | epath.PathLike,
+        step: HasStorage | None = None,
+        *,
+        options: ocp.CheckpointManagerOptions | None = None,
+    ) -> None:
+        self.directory = epath.Path(directory)
+        self.step = step
+        self._writing: int | None = None
+        if not str(directory).startswith(("/", "gs://", "s3://")):
+            raise ValueError(
+                f"the directory of checkpoints is '{directory}', which is relative.\n"
+                f"  Checkpoints was called at {call_site()}\n"
+                "Pass an absolute path, such as os.path.abspath(...): every process "
+                "has to find the same directory."
+            )
+        on = None if step is None else step.mesh.devices.flat
+        self._group = None if on is None else processes.of(on)
+        self._failures: list[Exception] = []
+        watched = handler()
+        _write_failures.watch(watched, self._failures)
+        self._manager = ocp.CheckpointManager(
+            self.directory,
+            options=manager_options(options, self.directory, self._group),
+            item_handlers={ITEM: watched},
+        )
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.close()
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of the complete checkpoints, in order; one that is being written
+        is among them after `wait`, the next `save`, or `restore`."""
+        return sorted(n for n in self._manager.all_steps() if n != self._writing)
+
+    @property
+    def latest(self) -> int | None:
+        """The largest of `numbers`, or None."""
+        return max(self.numbers, default=None)
+
+    def save(
+        self, number: int, state: Any, extra: Mapping[str, Any] | None = None
+    ) -> None:
+        """Starts to write a checkpoint; waits first for an earlier one.
+
+        It comes back when the shards are copied to host memory: the state can be
+        donated to the next step at once. All processes have to call it.
+
+        Args:
+          number: the checkpoint's number, such as the count of steps taken.
+          state: the state, stored or whole.
+          extra: anything else that JSON can hold, such as the position in the data:
+            numbers as `int` and `float`, not as arrays.
+
+        Returns:
+          None.
+
+        Raises:
+          CheckpointError: there is a checkpoint of that number, two leaves of the
+            state have the same path, or JSON cannot hold `extra`; nothing is written.
+          Exception: what went wrong while an earlier checkpoint was written.
+        """
+        self.wait()
+        if found := not_json(dict(extra or {}), "extra"):
+            raise CheckpointError(
+                f"{found[0]} is {found[1]}, which JSON cannot hold.\n"
+                f"  save was called at {call_site()}\n"
+                "Pass float(...) or int(...) of a number, .tolist() of an array."
+            )
+        if number in self.numbers:
+            raise CheckpointError(
+                f"there is a checkpoint {number} in {self.directory} already.\n"
+                f"  save was called at {call_site()}\n"
+                "Give the new one another number, or delete the old one."
+            )
+        arrays, leaves, treedef = self._stored(state)
+        _check_names(leaves)
+        item = jax.tree.unflatten(treedef, values(arrays, leaves))[0]
+        chunked = ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES)
+        args = ocp.args.PyTreeSave(
+            item, save_args=jax.tree.map(lambda _: chunked, item)
+        )
+        self._manager.save(
+            number,
+            args=ocp.args.Composite(**{ITEM: args}),
+            custom_metadata=dict(extra or {}),
+            force=True,
+        )
+        self._writing = number
+
+    def restore(self, like: Any, number: int | None = None) -> Any:
+        """Reads a checkpoint into a state of the form of `like`.
+
+        Each process reads what its devices hold, a few leaves at a time. All processes
+        have to call it.
+
+        Args:
+          like: a state or its `ShapeDtypeStruct`s, whole or stored: the structure,
+            shapes and dtypes that the state has to have. `jax.eval_shape(create_state,
+            key)` gives one.
+          number: the checkpoint's number; the latest one without it.
+
+        Returns:
+          The state, stored as the step wants it, or whole on the first device if there
+          is no step. The values are those saved, to the bit.
+
+        Raises:
+          FileNotFoundError: there is no such checkpoint.
+          CheckpointError: leaves are missing from the checkpoint, are in the checkpoint
+            only, or have another shape or dtype; it lists them by path. Or another
+            process cannot read its part.
+          Exception: whatever Orbax raises for files that are cut off or missing.
+        """
+        self.wait()
+        number = self._found(number)
+        leaves, treedef, targets = self._targets(like)
+        name = f"checkpoint {number} in {self.directory}"
+        with _in_all_processes(name, self._group):
+            _check_fit(leaves, self._saved(number), name)
+            where = self.directory / str(number) / ITEM
+            found = read(where, leaves, targets, treedef)[::-1]
+        arrays = []
+        for leaf, target in zip(leaves, targets, strict=True):
+            x = found.pop() if has_values(leaf) else empty(target)
+            arrays.append(compat.with_weak_type(x, True) if leaf.aval.weak_type else x)
+        if self.step is not None:
+            self.step.storage.remember(arrays, leaves, treedef)
+        return jax.tree.unflatten(treedef, arrays)[0]
+
+    def extra(self, number: int | None = None) -> dict[str, Any]:
+        """What was saved beside the state.
+
+        Args:
+          number: the checkpoint's number; the latest one without it.
+
+        Returns:
+          The `extra` of that `save`.
+
+        Raises:
+          FileNotFoundError: there is no such checkpoint.
+        """
+        return dict(self._manager.metadata(self._found(number)).custom_metadata)
+
+    def wait(self) -> None:
+        """Waits until no checkpoint is being written.
+
+        Returns:
+          None.
+
+        Raises:
+          Exception: what went wrong while one was written. With several processes it
+            is raised where it went wrong, which cannot save again: the others wait for
+            it until Orbax's time limit (`AsyncOptions`, 10 minutes), or until it ends.
+        """
+        if processes.count() == 1:
+            self._manager.wait_until_finished()
+        else:
+            _write_failures.wait(self._manager.wait_until_finished, self._failures)
+        self._writing = None
+
+    def close(self) -> None:
+        """Waits as `wait` does, and releases the threads that write.
+
+        Returns:
+          None.
+        """
+        if processes.count() == 1 or not self._failures:
+            self._manager.close()
+
+    def _found(self, number: int | None) -> int:
+        numbers = self.numbers
+        if numbers and number is None:
+            return numbers[-1]
+        if number is None or number not in numbers:
+            raise FileNotFoundError(
+                f"there is no checkpoint {'' if number is None else f'{number} '}in "
+                f"{self.directory}; it has {numbers or 'none'}.\n"
+                f"  it was asked for at {call_site()}\n"
+                "Restore one that is there, or start anew if there is none."
+            )
+        return number
+
+    def _stored(self, state: Any) -> tuple[list[jax.Array], Sequence[Leaf], Any]:
+        if self.step is not None:
+            return self.step.storage.place((state,))
+        leaves, treedef = leaves_of((state,), "state")
+        return [jnp.asarray(x) for x in jax.tree.leaves(state)], leaves, treedef
+
+    def _targets(self, like: Any) -> tuple[Sequence[Leaf], Any, list[Any]]:
+        """Leaves of a state, and the arrays that are to be filled."""
+        if self.step is not None:
+            storage = self.step.storage
+            leaves, treedef = storage.leaves((like,))
+            return (
+                leaves,
+                treedef,
+                [storage.stored_aval(leaf, s) for leaf, s in storage.each(leaves)],
+            )
+        leaves, treedef = leaves_of((like,), "state")
+        here = SingleDeviceSharding(processes.own_device())
+        avals = [
+            jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype, sharding=here)
+            for x in leaves
+        ]
+        return leaves, treedef, avals
+
+    def _saved(self, number: int) -> dict[str, Saved]:
+        """What the checkpoint holds, by path."""
+        metadata = handler().metadata(self.directory / str(number) / ITEM)
+        flat, _ = jax.tree_util.tree_flatten_with_path(metadata.tree)
+        return {
+            path_name(path): Saved(tuple(x.shape), jnp.dtype(x.dtype))
+            for path, x in flat
+        }
+
+
+def _check_names(leaves: Sequence[Leaf]) -> None:
+    names = Counter(leaf.name.replace("/", ".") for leaf in leaves)
+    for leaf in leaves:
+        if names[leaf.name.replace("/", ".")] > 1:
+            raise CheckpointError(
+                f"two leaves of the state are called '{leaf.name}' on disk, where '.' "
+                f"stands between keys.\n  save was called at {call_site()}\n"
+                "Rename a key of the state, such as one that has a '.' or '/' in it."
+            )
+
+
+@contextlib.contextmanager
+def _in_all_processes(name: str, group: Sequence[int] | None) -> Iterator[None]:
+    """What one process cannot read, all do not: they go on together, or not at all."""
+    try:
+        yield
+    except Exception as error:
+        processes.failed_elsewhere(f"{type(error).__name__}: {error}", group)
+        raise
+    if found := processes.failed_elsewhere(None, group):
+        raise CheckpointError(
+            f"process {found[0]} cannot read its part of {name}:\n    {found[1]}\n"
+            f"  restore was called at {call_site()}\n"
+            "Restore an older checkpoint, in every process."
+        )
+
+
+def _check_fit(leaves: Sequence[Leaf], saved: Mapping[str, Saved], where: str) -> None:
+    """Lists every leaf that is not the same in the checkpoint and in the state."""
+    if lines := differences(leaves, saved):
+        raise CheckpointError(
+            f"{where} does not fit the state:\n    "
+            + "\n    ".join(lines)
+            + f"\n  restore was called at {call_site()}\n"
+            "Restore into a state of the form that was saved, and change it afterwards."
+        )
