@@ -1,7 +1,7 @@
 """The only place that asks which process this is, of how many.
 
 In: nothing, or what every process should have the same. Out: what a process needs to
-know to place and write its own part. No plan depends on it (see tests/test_laws.py).
+know to place and write its own part. No plan depends on it (tests/parity/test_laws.py).
 """
 
 import difflib

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from language import Block, Program, make_batch, make_state, make_step
 from operations import RUN, TABLE
-from parity import make_mesh
+from sharded_and_plain import make_mesh
 
 import shardfn
 from shardfn.testing._compare import snapshot

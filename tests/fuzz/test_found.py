@@ -8,7 +8,7 @@ import warnings
 import pytest
 from language import Block, Call, Program, Type
 from oracle import assert_same_steps
-from parity import quick_compiles as quick_compiles
+from sharded_and_plain import quick_compiles as quick_compiles
 
 import shardfn
 

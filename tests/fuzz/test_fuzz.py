@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from language import Program
 from oracle import assert_same_steps
-from parity import quick_compiles as quick_compiles
+from sharded_and_plain import quick_compiles as quick_compiles
 from strategies import programs
 
 import shardfn

@@ -1,0 +1,514 @@
+"""In: steps, states, batches and meshes that cannot be sharded. Out: an error that says
+what, where, why and what to do; afterwards the caller's state still trains.
+"""
+
+import functools
+import re
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from programs.spoiled import (
+    EFFECTS,
+    changed,
+    init,
+    looped_effect,
+    make_batch,
+    plain_step,
+    returning,
+    train_step,
+    with_control_flow,
+    with_effect,
+)
+from sharded_and_plain import quick_compiles as quick_compiles
+
+import shardfn
+import shardfn.testing
+
+FLAGS = ("jax_scan3", "jax_remat3", "jax_custom_vjp3", "jax_custom_jvp3")
+OPTIONS = {"axis": "data", "min_size": 8}
+
+
+@pytest.fixture(scope="module")
+def mesh() -> jax.sharding.Mesh:
+    return jax.make_mesh((8,), ("data",))
+
+
+@pytest.fixture(scope="module")
+def good(mesh) -> shardfn.ShardedStep:
+    return shardfn.fully_shard(plain_step, mesh, **OPTIONS)
+
+
+@pytest.fixture
+def state(good) -> Iterator[dict[str, jax.Array]]:
+    """A sharded state; after the test it has to be usable, and unchanged."""
+    whole = init(jax.random.key(0))
+    state = good.shard(whole)
+    yield state
+    expected, metrics = jax.jit(plain_step)(whole, make_batch())
+    new, measured = good(state, make_batch())
+    np.testing.assert_allclose(measured["loss"], metrics["loss"], rtol=1e-5)
+    np.testing.assert_allclose(good.unshard(new)["w"], expected["w"], rtol=1e-4)
+
+
+def refuse(call: Callable[[], object], *parts: str, what: str = "train_step") -> str:
+    """Asserts that `call` raises a `ShardingError` with `parts` and its own line."""
+    with pytest.raises(shardfn.ShardingError) as caught:
+        call()
+    message = str(caught.value)
+    line = call.__code__.co_firstlineno
+    parts = (*parts, f"{what} was called at test_bad_input.py:{line} ")
+    missing = [part for part in parts if part not in message]
+    assert not missing, f"{missing} not in the message:\n{message}"
+    assert isinstance(caught.value, ValueError)
+    first, *rest, last = message.splitlines()
+    assert rest and first.endswith(".") and last.endswith("."), message
+    assert not re.search(r"object at 0x|Traceback|ShapedArray|PyTreeDef", message)
+    return message
+
+
+# The mesh
+
+
+def test_no_such_mesh_axis(mesh, state) -> None:
+    refuse(
+        lambda: shardfn.fully_shard(train_step, mesh, axis="fsdp"),
+        "the mesh has no axis 'fsdp'; its axes are ('data',)",
+        "Pass axis='data'",
+        "jax.make_mesh((8,), ('fsdp',))",
+        what="fully_shard",
+    )
+
+
+def test_one_axis_of_several_is_missing(mesh, state) -> None:
+    refuse(
+        lambda: shardfn.fully_shard(train_step, mesh, axis=("replica", "data")),
+        "the mesh has no axis 'replica'; its axes are ('data',)",
+        what="fully_shard",
+    )
+
+
+def test_an_axis_given_twice(mesh, state) -> None:
+    refuse(
+        lambda: shardfn.fully_shard(train_step, mesh, axis=("data", "data")),
+        "axis=('data', 'data') names mesh axis 'data' twice",
+        what="fully_shard",
+    )
+
+
+@pytest.mark.parametrize(
+    "option, value, advice",
+    [
+        ("mesh", (8,), "Pass a mesh, such as jax.make_mesh((jax.device_count(),), "),
+        ("mesh", [0], "or None for a step inside jax.shard_map."),
+        ("axis", (), "Pass a mesh axis, such as 'data', or a tuple of them."),
+        ("axis", 0, "Pass a mesh axis"),
+        ("min_size", "1k", "Pass a number of elements, such as 2**14, or 0 to shard"),
+        ("min_size", -1, "Pass a number of elements"),
+        ("min_size", 1e4, "Pass a number of elements"),
+        ("state_argnums", -1, "Pass the state's position counted from 0, or a tuple"),
+        ("state_argnums", (), "Pass the state's position"),
+        ("state_argnums", (0, 0), "Pass each position once."),
+        ("strict", "yes", "Pass True or False."),
+        ("donate", None, "Pass True or False."),
+        ("verify", True, "Pass 'error' or 'warn'"),
+        ("train_step", 3, "Pass a function (state, batch) -> (state, ...)."),
+        ("train_step", Ellipsis, "Pass a function"),
+    ],
+)
+def test_values_that_an_option_does_not_have(mesh, option, value, advice) -> None:
+    arguments = {"train_step": train_step, "mesh": mesh, option: value}
+    says = (
+        f"verify={value} is none of"
+        if option == "verify"
+        else (f"{option} cannot be {value!r}.\n")
+    )
+    refuse(lambda: shardfn.fully_shard(**arguments), says, advice, what="fully_shard")
+
+
+def test_a_mesh_in_place_of_the_step(mesh) -> None:
+    refuse(
+        lambda: shardfn.fully_shard(mesh),
+        "train_step cannot be ",
+        "Pass the step first, or fully_shard(mesh=mesh).",
+        what="fully_shard",
+    )
+
+
+# A step that is sharded already
+
+
+@pytest.mark.parametrize("wrap", [lambda step: step, functools.partial])
+def test_a_step_that_is_sharded_already(good, mesh, wrap) -> None:
+    step = wrap(good)
+    refuse(
+        lambda: shardfn.fully_shard(step, mesh),
+        "train_step is sharded already: it is a ShardedStep, which fully_shard made.",
+        "Pass the plain function: the sharded one has it as __wrapped__.",
+        what="fully_shard",
+    )
+    local = shardfn.fully_shard(plain_step)
+    refuse(
+        lambda: shardfn.testing.assert_parity(local, mesh, {}),
+        "train_step is sharded already: it is a LocalStep",
+        what="assert_parity",
+    )
+
+
+def test_a_step_that_calls_a_sharded_one(good, mesh, state) -> None:
+    @jax.jit
+    def train_step(state, batch):
+        return good(state, batch)
+
+    step = shardfn.fully_shard(train_step, mesh, **OPTIONS)
+    line = test_a_step_that_calls_a_sharded_one.__code__.co_firstlineno + 3
+    refuse(
+        lambda: step.plan(state, make_batch()),
+        "train_step uses jax.shard_map, whose parts fully_shard cannot divide again.",
+        f"at test_bad_input.py:{line} ",
+        "call the plain step there",
+        "(shardfn.register_rule)",
+    )
+
+
+# The batch
+
+
+def test_a_batch_that_the_devices_do_not_divide(good, state) -> None:
+    step = shardfn.fully_shard(train_step, good.mesh, **OPTIONS)
+    rows = {"x": make_batch()["x"], "y": np.zeros((30, 24), np.float32)}
+    refuse(
+        lambda: step(state, rows),
+        "batch leaf 'y' has 30 rows, which 8 devices on mesh axis 'data' cannot split "
+        "evenly.",
+        "Pad the batch to 32 rows and mask the loss",
+        "batch_spec={'y': jax.P()} to replicate it",
+    )
+
+
+def test_the_plan_refuses_that_batch_too(good, state) -> None:
+    refuse(lambda: good.plan(state, make_batch(30)), "batch leaf 'x' has 30 rows")
+    refuse(lambda: good.lower(state, make_batch(30)), "batch leaf 'x' has 30 rows")
+
+
+def test_a_nested_batch_leaf_is_named_by_its_path(good, state) -> None:
+    batch = {"inputs": [make_batch()["x"], make_batch(4)["x"]]}
+    refuse(
+        lambda: good(state, batch),
+        "batch leaf 'inputs/1' has 4 rows, which 8 devices",
+        "Pad the batch to 8 rows",
+        "batch_spec={'inputs': (None, jax.P())} to replicate it",
+    )
+
+
+def test_a_state_or_batch_of_one_array_has_a_name(mesh) -> None:
+    step = shardfn.fully_shard(lambda w, x: (w.sum(), x), mesh, min_size=0)
+    w, x = jnp.ones((16, 16)), jnp.ones((8, 16))
+    for args, says in [
+        ((w, x[:3]), "batch leaf 'batch' has 3 rows, which 8 devices"),
+        ((w, "rows"), "batch leaf 'batch' is a str, not an array"),
+        ((w, x), "changes state leaf 'state' from float32[16, 16] to float32[]"),
+    ]:
+        refuse(lambda args=args: step(*args), says, what="<lambda>")
+
+
+def test_a_batch_without_rows_is_what_it_is_to_the_plain_step(good, state) -> None:
+    whole, empty = init(jax.random.key(1)), make_batch(0)
+    new, metrics = good(good.shard(whole), empty)
+    expected, measured = jax.jit(plain_step)(whole, empty)
+    assert np.isnan(measured["loss"])
+    jax.tree.map(np.testing.assert_array_equal, metrics, measured)
+    jax.tree.map(np.testing.assert_array_equal, good.unshard(new), expected)
+
+
+def test_a_batch_that_a_hybrid_mesh_does_not_divide() -> None:
+    mesh = jax.make_mesh((2, 4), ("replica", "data"))
+    step = shardfn.fully_shard(train_step, mesh, axis=("replica", "data"), min_size=8)
+    state = step.shard(init(jax.random.key(0)))
+    refuse(
+        lambda: step(state, make_batch(12)),
+        "batch leaf 'x' has 12 rows, which 8 devices on mesh axes 'replica' x 'data' "
+        "cannot split evenly.",
+        "Pad the batch to 16 rows",
+    )
+    step(state, make_batch())
+
+
+def test_a_batch_spec_for_a_leaf_that_is_not_there(mesh, state) -> None:
+    step = shardfn.fully_shard(train_step, mesh, batch_spec={"z": P()}, **OPTIONS)
+    refuse(
+        lambda: step(state, make_batch()),
+        "batch_spec names ['z'], but the batch has ['x', 'y'].",
+    )
+
+
+def test_a_batch_spec_of_another_mesh(mesh, state) -> None:
+    spec = {"x": P("model")}
+    step = shardfn.fully_shard(train_step, mesh, batch_spec=spec, **OPTIONS)
+    refuse(
+        lambda: step(state, make_batch()),
+        "batch_spec of leaf 'x' is PartitionSpec('model',), but the mesh has no axis "
+        "'model'",
+    )
+
+
+# The state
+
+
+@pytest.mark.parametrize(
+    "changes, parts",
+    [
+        (
+            {"w": lambda w: w.astype(jnp.bfloat16)},
+            ["state leaf 'w' from float32[7, 24] to bfloat16[7, 24]", "cast"],
+        ),
+        (
+            {"w": lambda w: w[:5]},
+            ["state leaf 'w' from float32[7, 24] to float32[5, 24]"],
+        ),
+        (
+            {"count": lambda c: c[None]},
+            ["state leaf 'count' from int32[] to int32[1]"],
+        ),
+        ({"extra": lambda _: jnp.ones(3)}, ["new leaves 'extra'"]),
+        ({"count": lambda _: None}, ["missing leaves 'count'"]),
+    ],
+)
+def test_a_step_that_changes_its_state(mesh, state, changes, parts) -> None:
+    step = shardfn.fully_shard(changed(**changes), mesh, **OPTIONS)
+    refuse(lambda: step(state, make_batch()), "train_step changes", *parts)
+    refuse(lambda: step.plan(state, make_batch()), "train_step changes", *parts)
+
+
+def test_a_step_that_turns_its_state_into_a_tuple(mesh, state) -> None:
+    def train_step(state, batch):
+        new, metrics = plain_step(state, batch)
+        return (new["count"], new["w"]), metrics
+
+    step = shardfn.fully_shard(train_step, mesh, **OPTIONS)
+    refuse(
+        lambda: step(state, make_batch()),
+        "train_step returns no state",
+        "with the leaves 'count', 'w' must come first.",
+        "(new_state, metrics)",
+    )
+
+
+def test_a_step_that_returns_its_state_second(mesh, state) -> None:
+    step = shardfn.fully_shard(lambda *args: plain_step(*args)[::-1], mesh, **OPTIONS)
+    refuse(
+        lambda: step(state, make_batch()),
+        "returns no state: it returned a tuple of 2",
+        "Result 1 has the state's form: return it first.",
+        what="<lambda>",
+    )
+
+
+def test_a_large_state_is_not_listed_whole(mesh) -> None:
+    step = shardfn.fully_shard(lambda state: state[0], mesh)
+    refuse(
+        lambda: step([jnp.ones(8)] * 40),
+        "with the leaves '0', '1', '2', '3', '4', '5', '6', '7' and 32 more must come",
+        "One that changes modules in place (flax.nnx) takes nnx.split of them",
+        what="<lambda>",
+    )
+
+
+@pytest.mark.parametrize(
+    "choose, what",
+    [
+        (lambda state, metrics: metrics["loss"], "float32[]"),
+        (lambda state, metrics: None, "None"),
+        (lambda state, metrics: metrics, "a dict"),
+        (lambda state, metrics: (), "a tuple of 0"),
+        (lambda state, metrics: state, "the new state alone"),
+    ],
+)
+def test_a_step_that_returns_no_state(mesh, state, choose, what) -> None:
+    step = shardfn.fully_shard(returning(choose), mesh, **OPTIONS)
+    refuse(
+        lambda: step(state, make_batch()),
+        f"train_step returns no state: it returned {what}",
+        "(new_state, metrics)",
+    )
+
+
+def test_a_donated_state_used_again(good, state) -> None:
+    old = good.shard(init(jax.random.key(1)))
+    good(old, make_batch())
+    refuse(
+        lambda: good(old, make_batch()),
+        "state leaf 'count' was donated to an earlier call",
+        "Use the state that train_step returned",
+        "donate=False",
+    )
+
+
+def test_abstract_leaves(good, state) -> None:
+    abstract = jax.eval_shape(init, jax.random.key(0))
+    refuse(
+        lambda: good(abstract, make_batch()),
+        "state leaf 'count' is a ShapeDtypeStruct, which has no values",
+        "init(init_fn, ...)",
+        "only plan, lower and shardings take abstract values",
+    )
+    batch = jax.eval_shape(lambda: make_batch())
+    refuse(
+        lambda: good(state, batch),
+        "batch leaf 'x' is a ShapeDtypeStruct, which has no values",
+    )
+    assert good.plan(abstract, batch) == good.plan(state, make_batch())
+
+
+@pytest.mark.parametrize(
+    "leaf, what",
+    [
+        ("adam", "a str"),
+        (jnp.tanh, "a PjitFunction"),
+        (object(), "an object"),
+        (np.array(["a", "b"] * 8), "an array of dtype <U1"),
+        (np.array([None] * 16), "an array of dtype object"),
+    ],
+)
+def test_leaves_that_are_no_arrays(good, state, leaf, what) -> None:
+    with_leaf = state | {"name": leaf}
+    parts = (f"leaf 'name' is {what}", "Pass arrays")
+    refuse(lambda: good(with_leaf, make_batch()), "state", *parts)
+    refuse(lambda: good(state, make_batch() | {"name": leaf}), "batch", *parts)
+
+
+# The step
+
+
+def test_a_step_that_keeps_a_tracer(mesh, state) -> None:
+    kept = []
+
+    def train_step(state, batch):
+        new, metrics = plain_step(state, batch)
+        total = metrics["loss"] + (kept[-1] if kept else 0.0)
+        kept.append(total)
+        return new, {"loss": total}
+
+    step = shardfn.fully_shard(train_step, mesh, donate=False, **OPTIONS)
+    step(state, make_batch(16))
+    refuse(
+        lambda: step(state, make_batch(32)),
+        "train_step is not pure",
+        "tracer",
+        "Return the value from the step, or pass it in as an argument.",
+    )
+
+
+@pytest.mark.parametrize("effect", list(EFFECTS))
+def test_a_step_with_a_side_effect(mesh, state, effect) -> None:
+    step = shardfn.fully_shard(with_effect(EFFECTS[effect]), mesh, **OPTIONS)
+    line = EFFECTS[effect].__code__.co_firstlineno
+    message = refuse(
+        lambda: step(state, make_batch()),
+        "train_step is not pure",
+        "side effect",
+        f"spoiled.py:{line}",
+        "Return the value as a metric",
+    )
+    assert "/site-packages/" not in message
+
+
+def test_a_side_effect_inside_a_loop_is_found(mesh, state) -> None:
+    step = shardfn.fully_shard(with_effect(looped_effect), mesh, **OPTIONS)
+    line = looped_effect.__code__.co_firstlineno + 2
+    refuse(
+        lambda: step(state, make_batch()),
+        "train_step is not pure",
+        f"spoiled.py:{line}",
+    )
+
+
+def test_an_error_of_the_step_itself_passes_unchanged(mesh, state) -> None:
+    def train_step(state, batch):
+        raise KeyError("no such feature")
+
+    step = shardfn.fully_shard(train_step, mesh, **OPTIONS)
+    with pytest.raises(KeyError, match="no such feature"):
+        step(state, make_batch())
+
+
+@pytest.fixture
+def flag_on(request) -> Iterator[str]:
+    """Sets a JAX flag that is off by default; skips where this JAX has none."""
+    if not hasattr(jax.config, request.param):
+        pytest.skip(f"jax {jax.__version__} has no flag {request.param}")
+    jax.config.update(request.param, True)
+    yield request.param
+    jax.config.update(request.param, False)
+
+
+@pytest.mark.parametrize("flag_on", FLAGS, indirect=True)
+def test_flags_that_hide_jaxpr_bodies(mesh, state, flag_on) -> None:
+    step = shardfn.fully_shard(with_effect(with_control_flow), mesh, **OPTIONS)
+    refuse(
+        lambda: step(state, make_batch()),
+        f"JAX flag {flag_on} is on",
+        "hides the bodies",
+        f'jax.config.update("{flag_on}", False)',
+    )
+
+
+# How it is called
+
+
+def test_no_mesh_and_no_manual_axis(state) -> None:
+    with pytest.raises(shardfn.ShardingError, match="mesh") as caught:
+        shardfn.fully_shard(train_step)(state, make_batch())
+    assert "fully_shard(train_step, mesh)" in str(caught.value)
+
+
+def test_too_few_arguments(mesh, state) -> None:
+    step = shardfn.fully_shard(lambda batch, state: None, mesh, state_argnums=1)
+    refuse(
+        lambda: step(make_batch()),
+        "was called with 1 argument, but its state is argument 1 (state_argnums=1)",
+        what="<lambda>",
+    )
+
+
+@pytest.mark.parametrize(
+    "args, named, why",
+    [
+        ((), {"tokens": 1}, "missing a required argument: 'batch'"),
+        ((), {"tokens": 1, "batch": 1}, "got an unexpected keyword argument 'tok"),
+        (({}, 1), {"batch": 1}, "multiple values for argument 'batch'"),
+    ],
+)
+def test_names_that_are_no_arguments(good, state, args, named, why) -> None:
+    refuse(
+        lambda: good(state, *args, **named),
+        "train_step does not take these arguments: ",
+        why,
+        "Its arguments are (state, batch).",
+    )
+
+
+def test_the_step_may_have_any_name(mesh, state) -> None:
+    def update(state, batch):
+        return None
+
+    step = shardfn.fully_shard(update, mesh, **OPTIONS)
+    partial = shardfn.fully_shard(functools.partial(update), mesh, **OPTIONS)
+    refuse(lambda: step(state, make_batch()), "update returns no", what="update")
+    refuse(lambda: partial(state, make_batch()), "update returns no", what="update")
+
+
+def test_no_such_process_to_unshard_on(mesh) -> None:
+    step = shardfn.fully_shard(lambda w, x: (w, ()), mesh)
+    state = step.shard(jnp.ones(64))
+    assert step.unshard(state, process=0).shape == (64,)
+    for process in (1, -1, "0"):
+        with pytest.raises(shardfn.ShardingError) as error:
+            step.unshard(state, process=process)
+        first, place, _ = str(error.value).split("\n")
+        assert first == f"there is no process {process!r} to put the state together on."
+        assert "was called at test_bad_input.py:" in place
+        assert str(error.value).endswith("Pass one of 0 to 0.")

@@ -1,0 +1,207 @@
+"""In: command lines, typed in-process. Out: reports, pages, and one message each for
+what cannot be run.
+"""
+
+import json
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import pytest
+
+from shardfn._api.cli import main
+from shardfn.analysis import targets
+
+ROOT = Path(__file__).parents[2]
+H100 = "h100:8"
+
+MODULE = """
+import jax, jax.numpy as jnp, shardfn
+
+def train_step(w, x):
+    loss, grad = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+    return w - grad, loss
+
+ARGS = jax.ShapeDtypeStruct((256, 256), jnp.float32), jnp.ones((64, 256))
+mesh = jax.make_mesh((8,), ("data",))
+sharded = shardfn.fully_shard(train_step, mesh, min_size=8)
+
+def planned():
+    return sharded, *ARGS
+
+def plain():
+    return train_step, *ARGS
+
+def local():
+    return shardfn.fully_shard(train_step, axis=("replica", "data")), *ARGS
+
+def nothing():
+    return 3
+
+def needy(size):
+    return planned()
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    path = tmp_path / "my_training.py"
+    path.write_text(MODULE)
+    yield str(path)
+    sys.modules.pop("my_training", None)
+
+
+def refused(*argv: str) -> str:
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    return str(caught.value)
+
+
+def data_of(page: str) -> dict:
+    """The page's data, of a page that asks nothing of the network."""
+    assert re.findall(r"https?://[^\"]*", page) == ["http://www.w3.org/2000/svg"]
+    assert not re.search(r"<(script|link|img)[^>]*(src|href)=", page)
+    (text,) = re.findall(r"^const data = (.*);$", page, re.MULTILINE)
+    return json.loads(text)
+
+
+def test_without_a_target_the_plan_is_printed(file, capsys) -> None:
+    main(["plan", f"{file}:planned"])
+    assert "psum_scatter" in capsys.readouterr().out
+    main(["plan", "my_training:planned"])
+    printed = capsys.readouterr().out
+    assert "mesh data=8" in printed and "all_gather" in printed
+
+
+@pytest.mark.aot(H100)
+def test_a_target_gives_a_report_and_a_page(file, capsys, tmp_path) -> None:
+    main(["plan", f"{file}:plain", "--target", H100, "--check"])
+    out, err = capsys.readouterr()
+    assert "train_step on h100:8: 8 devices, mesh data=8" in out
+    assert "page: plain-h100-8.html" in out and "psum_scatter" in out
+    assert "compiling" in err and "reading the compiled program" in err
+    data = data_of((tmp_path / "plain-h100-8.html").read_text())
+    assert data["title"] == "train_step on h100:8"
+    for spans in (data["device"], data["links"]):
+        assert spans == sorted(spans, key=lambda s: s[0]) and spans
+        assert all(0 <= s[0] <= s[1] <= data["seconds"] * 1.001 for s in spans)
+    assert {s[2] for s in data["links"]} >= {"all_gather", "psum_scatter"}
+    # In this step only the weight itself has a name; the loss has none.
+    (row, rest) = data["parameters"]
+    assert row["shape"] == "256x256" and row["stored"] == 256 * 256 * 4 // 8
+    assert set(row["sent"]) == {"all_gather", "psum_scatter"}
+    assert rest["name"] == "(no leaf)" and set(rest["sent"]) == {"all_reduce"}
+    assert [line[0] for line in data["lines"]] == ["present"] * 3
+    assert max(b for _, b in data["memory"]["live"]) == data["memory"]["highest"]
+
+
+@pytest.mark.aot(H100)
+def test_mesh_shape_and_page_are_options(file, capsys, tmp_path) -> None:
+    page = tmp_path / "page.html"
+    argv = ["plan", f"{file}:local", "--target", "h100:8", "--html", str(page)]
+    main([*argv, "--mesh-shape", "2", "4"])
+    assert "mesh replica=2 x data=4" in capsys.readouterr().out
+    assert data_of(page.read_text())["subtitle"].endswith("mesh replica=2 x data=4")
+    assert "the step's mesh has the axes ('replica', 'data')" in refused(
+        *argv, "--mesh-shape", "8"
+    )
+
+
+@pytest.mark.aot(H100)
+@pytest.mark.slow
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("example", ["quickstart.py", "lm_pretrain/train.py"])
+def test_the_examples_can_be_planned(example, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)  # devices are made
+    name = f"{ROOT / 'examples' / example}:planned"
+    page = tmp_path / "page.html"
+    main(["plan", name, "--target", H100, "--html", str(page), "--check"])
+    assert "as planned" in capsys.readouterr().out
+    data = data_of(page.read_text())
+    assert len(data["parameters"]) > 10
+    if example != "quickstart.py":
+        assert {label.split()[0] for *_, label in data["rounds"]} == {
+            *("forward", "backward")
+        }
+
+
+@pytest.mark.aot(H100)
+@pytest.mark.skipif(not shutil.which("chromium"), reason="chromium is not installed")
+def test_a_browser_draws_the_page(file, tmp_path) -> None:
+    page = tmp_path / "page.html"
+    main(["plan", f"{file}:plain", "--target", H100, "--html", str(page)])
+    browser = ("chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom")
+    done = subprocess.run(
+        [*browser, page.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    body = done.stdout.partition("<body")[2]
+    assert body.count("<rect") > 10
+    # The script ran to its end: the last thing it fills is the footer.
+    assert "data sheets" in body.partition("<footer")[2].partition("</footer>")[0]
+
+
+def test_wrong_names_are_one_message(file) -> None:
+    assert refused("plan", "train").startswith(
+        "error: 'train' is not of the form MODULE:STEP.\nName a function without"
+    )
+    assert "there is no module 'no_such' here" in refused("plan", "no_such:planned")
+    assert "there is no file no_such.py (looked in " in refused("plan", "no_such.py:x")
+    message = refused("plan", f"{file}:train")
+    assert "has no 'train'; it has train_step, planned, plain, local" in message
+    assert "gave int, not a step and its arguments" in refused(
+        "plan", f"{file}:nothing"
+    )
+    assert "takes the arguments size" in refused("plan", f"{file}:needy")
+    assert "is a step, and its arguments are missing" in refused(
+        "plan", f"{file}:sharded"
+    )
+    assert (
+        "Pass --target h100:8, or another one, or return what fully_shard(step, mesh) "
+        "makes." in refused("plan", f"{file}:plain")
+    )
+    missing = "error: the step is missing: python -m shardfn plan train.py:planned "
+    assert refused("plan").startswith(f"{missing}--target h100:8\nName a function")
+
+
+def test_wrong_targets_are_told_before_anything_runs(monkeypatch) -> None:
+    message = refused("plan", "no_such:planned", "--target", "h1000:8")
+    assert message.startswith("error: no compile-only target is called 'h1000:8'.")
+    monkeypatch.setattr(targets, "_version", lambda package: "")
+    message = refused("plan", "no_such:planned", "--target", H100)
+    assert message.endswith("Run, in a clone of shardfn: pip install -e '.[aot]'")
+
+
+def test_a_batch_that_does_not_split_is_one_message(file) -> None:
+    Path(file).write_text(MODULE.replace("(64, 256)", "(63, 256)"))
+    message = refused("plan", f"{file}:planned")
+    assert message.startswith("error: batch") and "63" in message
+
+
+def test_help_and_unknown_commands(capsys) -> None:
+    main([])
+    assert capsys.readouterr().out.startswith(
+        "usage: python -m shardfn plan MODULE:STEP"
+    )
+    assert refused("train").startswith("error: there is no command 'train'.\nusage:")
+
+
+def test_missing_packages_name_the_extra(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "tyro", None)
+    monkeypatch.delitem(sys.modules, "shardfn._api.cli")
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_module("shardfn", run_name="__main__")
+    assert str(caught.value) == (
+        "error: the command line needs the package tyro, which is not installed.\n"
+        "Run, in a clone of shardfn: pip install -e '.[cli]'"
+    )

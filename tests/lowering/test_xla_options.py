@@ -1,0 +1,204 @@
+"""What compilers are told: probed by name, never over the user, and only at the top."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType
+
+import shardfn
+from shardfn._lowering import xla_options
+from shardfn._lowering.xla_options import (
+    Option,
+    compiler_options,
+    refusal,
+    set_elsewhere,
+)
+
+LIMIT = "xla_gpu_experimental_parallel_collective_overlap_limit"
+HIDING = ("xla_gpu_enable_latency_hiding_scheduler", True)
+STEP = {"min_size": 0, "donate": False}
+
+
+def cpus() -> jax.sharding.Mesh:
+    return jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+
+def train_step(w, x):
+    return w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w), jnp.sum(x)
+
+
+def machines(hosts: int = 2, kind: str = "GPU") -> list[SimpleNamespace]:
+    platform = "gpu" if kind == "GPU" else "tpu"
+    kind = {"platform": platform, "device_kind": kind}
+    return [SimpleNamespace(process_index=i, **kind) for i in range(hosts)]
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """A compiler that knows some names, in place of the installed ones."""
+
+    def make(known: dict[str, object], table: tuple[Option, ...]):
+        def refusal(device, options) -> str:
+            for name, value in options:
+                if known.get(name) != value:
+                    return f"No such compile option: '{name}'"
+            return ""
+
+        monkeypatch.setattr(xla_options, "refusal", refusal)
+        monkeypatch.setattr(xla_options, "OPTIONS", table)
+
+    return make
+
+
+NEW, OLD = ("xla_new", "ON"), ("xla_old", True)
+TABLE = (
+    Option("gpu", (NEW, OLD)),
+    Option("gpu", (("xla_far", 2),), settled_by=("optimization_level",), hosts=True),
+    Option("gpu", (("xla_ahead", 3),), ahead=True),
+    Option("tpu", (("xla_tpu", "true"),)),
+    Option("tpu", (("xla_sc", "1"),), settled_by=("xla_fuse",), kinds=("TPU v5",)),
+)
+
+
+@pytest.mark.parametrize(
+    "known, hosts, ahead, expected",
+    [
+        (("xla_new", "xla_old", "xla_far"), 1, False, {"xla_new": "ON"}),
+        (("xla_new", "xla_far"), 2, False, {"xla_new": "ON", "xla_far": 2}),
+        (("xla_old", "xla_ahead"), 2, True, {"xla_old": True, "xla_ahead": 3}),
+        (("xla_ahead",), 2, False, {}),
+        ((), 2, True, {}),
+    ],
+)
+def test_the_first_spelling_that_the_compiler_knows(
+    compiler, known, hosts, ahead, expected
+):
+    values = {"xla_new": "ON", "xla_old": True, "xla_far": 2, "xla_ahead": 3}
+    compiler({name: values[name] for name in known}, TABLE)
+    assert compiler_options(machines(hosts), None, ahead) == expected
+
+
+def test_options_of_some_kinds_of_tpu(compiler):
+    compiler({"xla_tpu": "true", "xla_sc": "1", "xla_fuse": "true"}, TABLE)
+
+    def options(kind: str, **asked: str):
+        return compiler_options(machines(kind=kind), asked, ahead=False)
+
+    assert options("TPU v5") == {"xla_tpu": "true", "xla_sc": "1"}
+    assert options("TPU v5 lite") == {"xla_tpu": "true"}
+    fused = {"xla_tpu": "true", "xla_fuse": "true"}
+    assert options("TPU v5", xla_fuse="true") == fused
+
+
+def test_options_of_no_more_than_so_many_devices(compiler):
+    option = Option("tpu", (("wide", "true"),), most=2)
+    compiler({"wide": "true"}, (option,))
+    assert compiler_options(machines(2, "TPU v5p"), None, False) == {"wide": "true"}
+    assert compiler_options(machines(3, "TPU v5p"), None, False) == {}
+
+
+def test_the_user_comes_first(compiler, monkeypatch, tmp_path):
+    compiler({"xla_new": "ON", "xla_old": 7, "xla_far": 2, "mine": 1}, TABLE)
+    ours = {"xla_new": "ON", "xla_far": 2}
+
+    def options(asked=None):
+        return compiler_options(machines(), asked, ahead=False)
+
+    assert options() == ours
+    assert options({"mine": 1}) == {**ours, "mine": 1}
+    assert options({"xla_new": None}) == {"xla_far": 2}
+    # Another spelling of what this package would say is the user's word on it.
+    assert options({"xla_old": 7}) == {"xla_far": 2, "xla_old": 7}
+    assert options(False) == {}
+    with pytest.raises(shardfn.ShardingError) as error:
+        options({"xla_far": 3})
+    assert (
+        "compiler_options names an option or a value that the compiler of GPU does not "
+        "know: No such compile option: 'xla_far'.\n"
+    ) in str(error.value)
+    for flags in ("--xla_new=OFF", "--a=1 --noxla_old", str(tmp_path / "flags")):
+        (tmp_path / "flags").write_text("--xla_new=OFF\n")
+        monkeypatch.setenv("XLA_FLAGS", flags)
+        assert options() == {"xla_far": 2}
+    monkeypatch.delenv("XLA_FLAGS")
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_far=1")
+    assert options() == {"xla_new": "ON"}
+    monkeypatch.delenv("LIBTPU_INIT_ARGS")
+    assert options() == ours
+
+
+def test_settings_of_jax_settle_options(compiler):
+    compiler({"xla_new": "ON", "xla_far": 2}, TABLE)
+    before = jax.config.values["jax_optimization_level"]
+    assert set_elsewhere() == set()
+    jax.config.update("jax_optimization_level", "O1")
+    try:
+        assert set_elsewhere() == {"optimization_level"}
+        assert compiler_options(machines(), None, ahead=False) == {"xla_new": "ON"}
+    finally:
+        jax.config.update("jax_optimization_level", before)
+
+
+def test_cpus_are_told_what_the_user_says():
+    assert shardfn.fully_shard(train_step, cpus()).compiler_options == {}
+    asked = {"xla_cpu_enable_fast_math": False}
+    step = shardfn.fully_shard(train_step, cpus(), compiler_options=asked, **STEP)
+    assert step.compiler_options == asked
+    w, x = jnp.eye(16), jnp.ones((8, 16))
+    plain, _ = train_step(w, x)
+    assert jnp.allclose(step(w, x)[0], plain, rtol=1e-6)
+    # Inside another program they do not count, and calls outside find theirs again.
+    nested = jax.jit(lambda x: step(w, x)[0])
+    assert jnp.allclose(nested(x), plain, rtol=1e-6)
+    assert jnp.allclose(step(w, x)[0], plain, rtol=1e-6)
+    assert jnp.allclose(jax.vmap(lambda x: step(w, x)[0])(x[None])[0], plain)
+    unknown = shardfn.fully_shard(train_step, cpus(), compiler_options={"xla_no": 1})
+    with pytest.raises(shardfn.ShardingError) as error:
+        unknown(w, x)
+    message = str(error.value)
+    assert "the compiler of cpu does not know: No such compile option: 'xla_no'" in (
+        message
+    )
+    assert "train_step was called at test_xla_options.py:" in message
+
+
+def test_only_a_refusal_is_one(monkeypatch):
+    """A compiler without memory knows its options: it is asked again."""
+    real, troubles = jax.stages.Lowered.compile, ["RESOURCE_EXHAUSTED: Out of memory"]
+
+    def compile_(lowered, compiler_options=None):
+        if troubles:
+            raise jax.errors.JaxRuntimeError(troubles.pop())
+        return real(lowered, compiler_options)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compile_)
+    asked = (("xla_cpu_enable_fast_math", False), ("xla_backend_extra_options", ""))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="^RESOURCE_EXHAUSTED: Out"):
+        refusal(jax.devices()[0], asked)
+    assert refusal(jax.devices()[0], asked) == ""
+    no_bool = refusal(jax.devices()[0], (("xla_cpu_enable_fast_math", "x"),))
+    assert no_bool.endswith("'x' is not a valid bool value")
+
+
+@pytest.mark.parametrize("asked", [True, "O2", {1: 2}, {"xla_x": [1]}])
+def test_what_cannot_be_asked(asked):
+    with pytest.raises(shardfn.ShardingError) as error:
+        shardfn.fully_shard(train_step, cpus(), compiler_options=asked)
+    assert str(error.value).startswith(f"compiler_options cannot be {asked!r}.\n")
+    with pytest.raises(shardfn.ShardingError) as error:
+        shardfn.fully_shard(train_step, compiler_options={"xla_x": 1})
+    assert "compiler_options={'xla_x': 1} needs a mesh: without one" in str(error.value)
+
+
+@pytest.mark.aot("h100:8")
+def test_the_report_shows_what_the_compiler_was_told(monkeypatch):
+    args = jax.ShapeDtypeStruct((256, 64), "float32"), jnp.ones((16, 256))
+    step = shardfn.fully_shard(train_step, cpus(), min_size=0)
+    assert step.on("h100:8", *args).compiler_options == (HIDING,)
+    report = step.on("h100:1x2x8", *args)
+    assert report.compiler_options == (HIDING, (LIMIT, 4))
+    assert f"\n  compiler option {LIMIT}=4\n" in str(report)
+    monkeypatch.setenv("XLA_FLAGS", f"--{LIMIT}=1")
+    assert step.on("h100:1x2x8", *args).compiler_options == (HIDING,)
