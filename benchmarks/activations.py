@@ -1,6 +1,6 @@
-"""What the models of `bars.py` hold besides weights and gradients: one device's rows
-forward and backward, compiled for an H100 that is not there. Weights are given whole
-and narrow, and only norms have gradients, so nothing is gathered, cast or summed.
+"""What the models of `criteria.py` hold besides weights and gradients: one device's
+rows forward and backward, compiled for an H100 that is not there. Weights are given
+whole and narrow, and only norms have gradients, so nothing is gathered, cast or summed.
 
 Needs the extra `aot`.
 
@@ -11,12 +11,12 @@ import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
-import bar_programs as programs
+import criteria_programs as programs
 import jax
 import jax.numpy as jnp
-from bar_cases import CASES, Case
-from bar_models import mean_loss
-from bar_table import markdown
+from criteria_cases import CASES, Case
+from criteria_models import mean_loss
+from criteria_table import markdown
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -49,7 +49,7 @@ def main() -> None:
     lines = [
         (case.name, f"{temporary(case) / 2**30:.2f} GiB")
         for case in CASES.values()
-        if 2 in case.bars
+        if 2 in case.criteria
     ]
     print(markdown(("case", "activations"), lines))
 

@@ -10,9 +10,9 @@ import time
 from collections import Counter
 from typing import Any
 
-import bar_programs as programs
+import criteria_programs as programs
 import jax
-from bar_cases import Case
+from criteria_cases import Case
 
 from shardfn.analysis import targets
 from shardfn.analysis._hlo import overlapped_bytes, read_collectives, wire_bytes
@@ -58,9 +58,9 @@ BASELINES = {
 
 def programs_of(case: Case, chip: str) -> list[str]:
     """Names of the programs that a case is measured on."""
-    if case.bars == (6,):
+    if case.criteria == (6,):
         return ["shardfn"]
-    left_out = {*ASKED} if case.bars == (4,) else {"shardfn defer"}
+    left_out = {*ASKED} if case.criteria == (4,) else {"shardfn defer"}
     left_out |= {name for name, by_chip in ASKED.items() if chip not in by_chip}
     return [
         name

@@ -12,12 +12,12 @@ from typing import Any
 
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 
-import bar_programs as programs
+import criteria_programs as programs
 import jax
 import jax.numpy as jnp
 import numpy as np
-from bar_cases import RUN, Model
-from bar_measure import BASELINES
+from criteria_cases import RUN, Model
+from criteria_measure import BASELINES
 from jax.sharding import AxisType
 
 ROUNDS = 45

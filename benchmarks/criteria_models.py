@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from bar_cases import Model
+from criteria_cases import Model
 
 Params = Any
 BUCKETS = 32

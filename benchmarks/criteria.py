@@ -1,13 +1,13 @@
-"""The table of bars: bytes, memory, overlap and compile time of models at their true
-sizes, compiled for H100s and TPU v5ps that are not there, beside what a JAX user has
-without this library.
+"""The table of criteria: bytes, memory, overlap and compile time of models at their
+true sizes, compiled for H100s and TPU v5ps that are not there, beside what a JAX user
+has without this library.
 
 Rows are kept in `results/` and measured only where they are missing; all but seconds
 are the same in every run. Each row takes 5 to 120 s on one core. Needs the extra `aot`.
 
-    python benchmarks/bars.py                                  # the table
-    python benchmarks/bars.py --case gpt-1.3b-8 --chip h100 --rerun
-    python benchmarks/bars.py --rows                           # every figure behind it
+    python benchmarks/criteria.py                            # the table
+    python benchmarks/criteria.py --case gpt-1.3b-8 --chip h100 --rerun
+    python benchmarks/criteria.py --rows                     # every figure behind it
 """
 
 import argparse
@@ -21,17 +21,17 @@ from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
-from bar_cases import CASES, CHIPS, Case
-from bar_measure import BASELINES, OURS, measure, programs_of
-from bar_table import rows_table, verdicts_table
+from criteria_cases import CASES, CHIPS, Case
+from criteria_measure import BASELINES, OURS, measure, programs_of
+from criteria_table import rows_table, verdicts_table
 
 RESULTS = Path(__file__).parent / "results"
-RUN = RESULTS / "run.cpu.json"
+RUN = RESULTS / "cpu" / "run.json"
 Rows = dict[str, dict[str, Any]]
 
 
 def path_of(case: Case, chip: str) -> Path:
-    return RESULTS / f"{case.name}.{chip}.json"
+    return RESULTS / chip / f"{case.name}.json"
 
 
 def read(case: Case, chip: str) -> Rows:
@@ -42,7 +42,7 @@ def read(case: Case, chip: str) -> Rows:
 def keep(case: Case, chip: str, program: str, row: dict[str, Any]) -> None:
     rows = read(case, chip) | {program: row}
     ordered = {p: rows[p] for p in programs_of(case, chip) if p in rows}
-    RESULTS.mkdir(exist_ok=True)
+    path_of(case, chip).parent.mkdir(parents=True, exist_ok=True)
     path_of(case, chip).write_text(json.dumps(ordered, indent=1) + "\n")
 
 
@@ -78,12 +78,12 @@ def main() -> None:
     parser.add_argument("--rerun", action="store_true", help="measure kept rows again")
     parser.add_argument("--kept", action="store_true", help="measure nothing")
     parser.add_argument("--rows", action="store_true", help="every figure")
-    parser.add_argument("--run", action="store_true", help="run bar 7 again")
+    parser.add_argument("--run", action="store_true", help="run criterion 7 again")
     parser.add_argument("--limit", type=int, default=600, help="seconds for a row")
     parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one == ["run"]:
-        from bar_run import run as run_here
+        from criteria_run import run as run_here
 
         print(json.dumps(run_here()))
         return

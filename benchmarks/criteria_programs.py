@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from bar_cases import Model
-from bar_models import STACKS, UNEDITED, Hand, Params, init, mean_loss
+from criteria_cases import Model
+from criteria_models import STACKS, UNEDITED, Hand, Params, init, mean_loss
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P

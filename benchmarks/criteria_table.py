@@ -1,15 +1,15 @@
-"""Measured rows in; Markdown tables of figures, and of bars passed and missed, out.
+"""Measured rows in; Markdown tables of figures, and of criteria passed and missed, out.
 
-A bar is judged beside the best of the baselines of the same case: on `shardfn` with no
-option set, and on what can be asked for (`ASKED` in `bar_measure`). Nothing is rounded
-before it is compared.
+A criterion is judged beside the best of the baselines of the same case: on `shardfn`
+with no option set, and on what can be asked for (`ASKED` in `criteria_measure`).
+Nothing is rounded before it is compared.
 """
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from bar_cases import CASES, CHIPS
-from bar_measure import ASKED, BASELINES, programs_of
+from criteria_cases import CASES, CHIPS
+from criteria_measure import ASKED, BASELINES, programs_of
 
 Row = dict[str, Any]
 Rows = dict[str, Row]
@@ -17,8 +17,8 @@ Measured = dict[tuple[str, str], Rows]
 Judged = tuple[str, str, str]
 """Ours, what it is held against, and `pass` or `MISS`."""
 Verdict = tuple[str, ...]
-"""Bar, case, chip, what it is held against; then, per `JUDGED`, ours and `pass` or
-`MISS`."""
+"""Criterion, case, chip, what it is held against; then, per `JUDGED`, ours and `pass`
+or `MISS`."""
 
 OURS = "shardfn"
 JUDGED = (OURS, *ASKED)
@@ -45,7 +45,7 @@ def _verdict(ok: bool) -> str:
     return "pass" if ok else "MISS"
 
 
-def bar_1(ours: Row, rows: Rows) -> Judged:
+def criterion_1(ours: Row, rows: Rows) -> Judged:
     name, least = best(rows, SHARDED, "wire")
     m = m_of(ours)
     ok = ours["wire"] <= min(3 * m, least)
@@ -53,14 +53,14 @@ def bar_1(ours: Row, rows: Rows) -> Judged:
     return f"{ours['wire'] / m:.3f} M", held, _verdict(ok)
 
 
-def bar_2(ours: Row, rows: Rows) -> Judged:
+def criterion_2(ours: Row, rows: Rows) -> Judged:
     name, least = best(rows, list(BASELINES), "temp")
     held = f"0.9 of {least / 2**30:.2f} GiB, {name}"
     part = f"{ours['temp'] / 2**30:.2f} GiB = {ours['temp'] / least:.2f}"
     return part, held, _verdict(ours["temp"] <= 0.9 * least)
 
 
-def bar_3(ours: Row, rows: Rows) -> Judged:
+def criterion_3(ours: Row, rows: Rows) -> Judged:
     part = overlapped(ours)
     others = {n: overlapped(rows[n]) for n in SHARDED if "wire" in rows.get(n, {})}
     name = max(others, key=lambda n: others[n], default="no baseline")
@@ -68,7 +68,7 @@ def bar_3(ours: Row, rows: Rows) -> Judged:
     return f"{part:.2%}", held, _verdict(part >= 0.95)
 
 
-def bar_5(ours: Row, rows: Rows) -> Judged:
+def criterion_5(ours: Row, rows: Rows) -> Judged:
     took, theirs = ours["seconds"], rows.get("constrained", {}).get("seconds", 0)
     held = f"1.1 of {theirs:.1f} s, constrained"
     part = f"{took:.1f} s = {took / theirs:.2f}" if theirs else f"{took:.1f} s"
@@ -85,7 +85,7 @@ def scatters(row: Row) -> float:
     return sum(summed) / row["parameters"]
 
 
-def bar_4(ours: Row, rows: Rows) -> Judged:
+def criterion_4(ours: Row, rows: Rows) -> Judged:
     sums = scatters(ours)
     others = {n: scatters(rows[n]) for n in SHARDED if "wire" in rows.get(n, {})}
     name = min(others, key=lambda n: others[n], default="no baseline")
@@ -94,25 +94,27 @@ def bar_4(ours: Row, rows: Rows) -> Judged:
 
 
 BARS: dict[int, tuple[str, Callable[[Row, Rows], Judged]]] = {
-    1: ("1 wire", bar_1),
-    2: ("2 peak temp", bar_2),
-    3: ("3 overlapped", bar_3),
-    4: ("4 accumulation", bar_4),
-    5: ("5 lower + compile", bar_5),
+    1: ("1 wire", criterion_1),
+    2: ("2 peak temp", criterion_2),
+    3: ("3 overlapped", criterion_3),
+    4: ("4 accumulation", criterion_4),
+    5: ("5 lower + compile", criterion_5),
 }
 
 
 def verdicts(measured: Measured) -> Iterator[Verdict]:
-    for bar, (title, judge) in BARS.items():
+    for criterion, (title, judge) in BARS.items():
         for (case, chip), rows in measured.items():
-            if rows and bar in CASES[case].bars:
+            if rows and criterion in CASES[case].criteria:
                 yield title, case, chip, *_judged(case, chip, rows, judge)
     for chip in CHIPS:
-        yield from bar_6(
+        yield from criterion_6(
             {
                 CASES[case].devices: rows[OURS]
                 for (case, on), rows in measured.items()
-                if on == chip and 6 in CASES[case].bars and "wire" in rows.get(OURS, {})
+                if on == chip
+                and 6 in CASES[case].criteria
+                and "wire" in rows.get(OURS, {})
             },
             chip,
         )
@@ -141,7 +143,7 @@ def _padded(held: str, *found: str) -> tuple[str, ...]:
     return held, *found, *[""] * (2 * len(JUDGED) - len(found))
 
 
-def bar_6(rows: dict[int, Row], chip: str) -> Iterator[Verdict]:
+def criterion_6(rows: dict[int, Row], chip: str) -> Iterator[Verdict]:
     """What grows from the fewest devices to the most."""
     if len(rows) < 2:
         return
@@ -162,7 +164,7 @@ def bar_6(rows: dict[int, Row], chip: str) -> Iterator[Verdict]:
         yield title, case, chip, *_padded(held, part, _verdict(ok))
 
 
-def bar_7(run: dict[str, Any]) -> Verdict:
+def criterion_7(run: dict[str, Any]) -> Verdict:
     ratios = {n: r for n, r in run["ratios"].items() if n != OURS}
     name = max(ratios, key=lambda n: ratios[n])
     seconds = run["seconds"]
@@ -173,8 +175,8 @@ def bar_7(run: dict[str, Any]) -> Verdict:
 
 
 def verdicts_table(measured: Measured, run: dict[str, Any]) -> str:
-    found = [*verdicts(measured), *([bar_7(run)] if "ratios" in run else [])]
-    head = ("bar", "case", "chip", "held against", *JUDGED)
+    found = [*verdicts(measured), *([criterion_7(run)] if "ratios" in run else [])]
+    head = ("criterion", "case", "chip", "held against", *JUDGED)
     lines = [(*v[:4], *map(_joined, v[4::2], v[5::2])) for v in found]
     text = f"{markdown(head, lines)}\n\n{_counted(found)}"
     absent = [

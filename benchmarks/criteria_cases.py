@@ -1,4 +1,4 @@
-"""Names in; what each bar's case trains, on how many devices, out.
+"""Names in; what each criterion's case trains, on how many devices, out.
 
 Sizes are those of the published models; rows per device those of the FSDP paper for T5
 and GPT-175B (arXiv:2304.11277). The first case is also taken unrolled.
@@ -18,7 +18,7 @@ TORUS = {
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A transformer as `bar_models` makes it.
+    """A transformer as `criteria_models` makes it.
 
     Attributes:
       family: `gpt`, `llama` or `t5`; T5 has `layers` in each of its two stacks.
@@ -44,12 +44,12 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A model on a number of devices; `bars` are those that it is judged by."""
+    """A model on a number of devices; `criteria` are those that it is judged by."""
 
     name: str
     model: Model
     devices: int
-    bars: tuple[int, ...] = (1, 2, 3, 5)
+    criteria: tuple[int, ...] = (1, 2, 3, 5)
 
     def target(self, chip: str) -> str:
         """The compile-only target: `h100` or `v5p`."""
@@ -74,8 +74,8 @@ _CASES = (
     Case("t5-11b-512", T5_11B, 512),
     Case("gpt-175b-128", GPT_175B, 128),
     Case("gpt-175b-512", replace(GPT_175B, rows=2), 512),
-    Case("gpt-1.3b-8-micro", replace(GPT_1B, rows=8, microbatches=8), 8, bars=(4,)),
-    *(Case(f"gpt-0.9b-{n}", SMALL, n, bars=(6,)) for n in (8, 64, 512, 4096)),
+    Case("gpt-1.3b-8-micro", replace(GPT_1B, rows=8, microbatches=8), 8, criteria=(4,)),
+    *(Case(f"gpt-0.9b-{n}", SMALL, n, criteria=(6,)) for n in (8, 64, 512, 4096)),
 )
 CASES = {case.name: case for case in _CASES}
 CHIPS = ("h100", "v5p")
