@@ -52,16 +52,17 @@ class Counts:
     parts: dict[Any, tuple[Any, ...]] = field(default_factory=dict)
 
     def constant(self, value: int, constant: Any) -> None:
-        """Notes a captured array."""
-        if not getattr(constant, "size", 0) or compat.is_key(constant.dtype):
+        """Notes a captured array, if its values are at hand."""
+        known = _known(constant)
+        if known is None:
             return
-        if constant.dtype == bool and not np.any(constant):
+        if known.dtype == bool and not known.any():
             self.false.add(value)
-        if not _is_integer(constant.dtype):
+        if not _is_integer(known.dtype):
             return
-        for dim, size in enumerate(constant.shape):
-            count = np.arange(size).reshape(-1, *[1] * (constant.ndim - dim - 1))
-            if np.array_equal(constant, np.broadcast_to(count, constant.shape)):
+        for dim, size in enumerate(known.shape):
+            count = np.arange(size).reshape(-1, *[1] * (known.ndim - dim - 1))
+            if np.array_equal(known, np.broadcast_to(count, known.shape)):
                 self.along[value] = dim
 
     def equation(self, eqn: JaxprEqn, operands: Sequence[Atom], result: int) -> None:
@@ -70,7 +71,7 @@ class Counts:
         dim = self.along.get(atoms[0]) if atoms else None
         aval: Any = eqn.outvars[0].aval
         match eqn.primitive.name:
-            case "iota" if _is_integer(aval.dtype):
+            case "iota" if _counts_to(aval.dtype, aval.shape[eqn.params["dimension"]]):
                 self.along[result] = eqn.params["dimension"]
             case "lt" if dim is not None and _is_zero(operands[1]):
                 self.false.add(result)
@@ -80,8 +81,8 @@ class Counts:
                 new = eqn.params["broadcast_dimensions"][dim]
                 if _shape(eqn, 0)[dim] == aval.shape[new]:
                     self.along[result] = new
-            case "convert_element_type" if dim is not None and _is_integer(aval.dtype):
-                if aval.shape[dim] <= jnp.iinfo(aval.dtype).max:
+            case "convert_element_type" if dim is not None:
+                if _counts_to(aval.dtype, aval.shape[dim]):
                     self.along[result] = dim
             case "concatenate" if eqn.params["dimension"] == aval.ndim - 1:
                 if any(a in self.along for a in atoms) and None not in atoms:
@@ -151,6 +152,23 @@ def _with(numbers: Any, counting: Mapping[int, int]) -> Any:
     return numbers._replace(**dict(zip(names, values, strict=True)))
 
 
+def _known(constant: Any) -> np.ndarray | None:
+    """The values of captured booleans or integers, unless they are still to be computed
+    or lie on devices of other processes.
+
+    Nothing is asked of the array itself: a step may be planned while its caller is
+    traced, and what JAX computes then has no values.
+    """
+    dtype, size = getattr(constant, "dtype", None), getattr(constant, "size", 0)
+    if not size or not (dtype == jnp.bool_ or _is_integer(dtype)):
+        return None
+    if compat.is_traced(constant):
+        return None
+    if isinstance(constant, jax.Array) and not constant.is_fully_addressable:
+        return None
+    return np.asarray(constant)
+
+
 def _aval(var: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
 
@@ -163,5 +181,13 @@ def _is_integer(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.integer)
 
 
+def _counts_to(dtype: Any, size: int) -> bool:
+    """Whether integers of this dtype count `size` elements without a repeat."""
+    return _is_integer(dtype) and size - 1 <= jnp.iinfo(dtype).max
+
+
 def _is_zero(atom: Atom) -> bool:
-    return isinstance(atom, Literal) and np.ndim(atom.val) == 0 and atom.val == 0
+    if not isinstance(atom, Literal):
+        return False
+    value = np.asarray(atom.val)
+    return value.ndim == 0 and bool(value == 0)

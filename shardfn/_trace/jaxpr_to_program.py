@@ -193,7 +193,8 @@ class _Values:
     def kind(self, atom: Atom) -> str:
         if isinstance(atom, int):
             return ZERO if atom in self.zeros else VALUE
-        return ZERO if np.ndim(atom.val) == 0 and bool(atom.val == 0) else LITERAL
+        value = np.asarray(atom.val)
+        return ZERO if value.ndim == 0 and bool(value == 0) else LITERAL
 
     def makes_zeros(self, eqn: Any, operands: tuple[Atom, ...]) -> bool:
         passes_on = ("broadcast_in_dim", "convert_element_type", "reshape", "copy")

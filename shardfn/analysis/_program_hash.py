@@ -59,9 +59,10 @@ def _text(looks: Any) -> str:
 
 
 def _value(constant: Any) -> bytes:
-    """The value of a captured array; nothing for what is none."""
-    if not hasattr(constant, "dtype"):
+    """The value of a captured array; nothing for what is none, or has no value yet."""
+    if not hasattr(constant, "dtype") or compat.is_traced(constant):
         return b""
     if compat.is_key(constant.dtype):
-        constant = jax.random.key_data(constant)
+        with jax.ensure_compile_time_eval():
+            constant = jax.random.key_data(constant)
     return np.asarray(constant).tobytes()
