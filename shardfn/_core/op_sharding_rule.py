@@ -38,6 +38,8 @@ class OpShardingRule:
         together, the others held fixed: unreduced terms may pass through.
       flat: the op may run on blocks of the flattened operands (elementwise ops, and
         reductions of every dimension).
+      picks: the sums that `reduce` names have one term, on the device that holds the
+        element, and zeros.
     """
 
     operands: tuple[tuple[Dim, ...], ...]
@@ -47,6 +49,7 @@ class OpShardingRule:
     whole: frozenset[str] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
     flat: bool = False
+    picks: bool = False
 
     def size(self, factor: str) -> int:
         """Elements of `factor`."""
@@ -146,6 +149,7 @@ def make_rule(
     whole: Iterable[str] = (),
     linear: str | Iterable[Iterable[int]] = (),
     flat: bool = False,
+    picks: bool = False,
 ) -> OpShardingRule:
     """Builds the rule of `eqn`, filling in factor sizes from its shapes.
 
@@ -160,6 +164,7 @@ def make_rule(
         linear in all operands together, or the groups of operand positions. Groups
         whose dtypes cannot be summed, such as booleans and keys, are left out.
       flat: whether blocks of the flattened operands give blocks of flattened results.
+      picks: whether `reduce` sums one term with zeros: bits then stay as they are.
 
     Returns:
       The frozen rule.
@@ -181,6 +186,7 @@ def make_rule(
         whole=frozenset(whole),
         linear=tuple(g for g in _groups(linear, len(norm[0])) if _can_sum(eqn, g)),
         flat=flat,
+        picks=picks,
     )
 
 

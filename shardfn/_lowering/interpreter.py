@@ -36,7 +36,7 @@ from shardfn._core.sharding import Axes, Sharding, axes_of
 from shardfn._lowering.collectives import run_move, varying
 from shardfn._lowering.custom_derivatives import run_custom
 from shardfn._lowering.extremum_jvp import Extreme
-from shardfn._lowering.operations import run_op
+from shardfn._lowering.operations import is_picked, run_op
 from shardfn._lowering.prefetching_scan import Part, scan_ahead
 from shardfn._lowering.reshards import move_along, move_together
 
@@ -77,6 +77,7 @@ class _Run:
     env: dict[Ref, jax.Array] = field(default_factory=dict)
     literals: dict[Any, jax.Array] = field(default_factory=dict)
     extremes: dict[Ref, Extreme] = field(default_factory=dict)
+    picked: set[Ref] = field(default_factory=set)
 
     def run(self, args: Arrays) -> list[jax.Array]:
         program = self.program
@@ -198,7 +199,8 @@ class _Run:
         return x
 
     def moved(self, step: Reshard, x: jax.Array) -> jax.Array:
-        move, count = functools.partial(move_along, step), len(step.path) - 1
+        picked, count = step.source in self.picked, len(step.path) - 1
+        move = functools.partial(move_along, step, picked=picked)
         extreme, reduces = self.extremes.get(step.source), 0
         if extreme is not None:
             reduces = min(extreme.moves, count)
@@ -236,6 +238,8 @@ class _Run:
         results, extreme = run_op(self.program, step, node, operands, self.axes)
         if extreme is not None:
             self.extremes[Ref(node.outputs[0])] = extreme
+        if is_picked(step, node):
+            self.picked.add(Ref(node.outputs[0]))
         return results
 
     def constrain(self, step: Apply, node: Node, operands: Arrays) -> Arrays:

@@ -23,7 +23,7 @@ from shardfn._core.op_sharding_rule import (
 )
 from shardfn._core.plan import Apply
 from shardfn._core.program import Node, Program, aval_of
-from shardfn._core.sharding import Axes, local_shape
+from shardfn._core.sharding import Axes, Unreduced, local_shape
 from shardfn._lowering.extremum_jvp import Extreme, extreme_of
 from shardfn.storage._padding import is_inside
 
@@ -54,6 +54,18 @@ def run_op(
     ]
     extreme = extreme_of(node, step, operands, axes)
     return run_local(local, *compat.varying_alike(operands)), extreme
+
+
+def is_picked(step: Apply, node: Node) -> bool:
+    """Whether each element of the sum that `node` makes lies on one device, the others
+    having zeros. Terms that pass through a selection are a sum like any other."""
+    rule = node.rule
+    if rule is None or not rule.picks:
+        return False
+    over = {axis for factor, axis in step.parts if rule.reducer(factor)}
+    states = enumerate(step.result_shardings[0])
+    unreduced = {a for a, state in states if isinstance(state, Unreduced)}
+    return bool(over) and over == unreduced
 
 
 def _run_once(node: Node, operands: Arrays, axes: Axes) -> Arrays:

@@ -4,9 +4,11 @@ In: one planned move, or several that are one collective, and local blocks. Out:
 local blocks in the sharding that the moves end in.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from shardfn._core import compat
@@ -17,13 +19,20 @@ from shardfn._lowering.collectives import run_move, run_together
 
 
 def move_along(
-    step: Reshard, start: int, end: int, x: jax.Array, place: Place, axes: Axes
+    step: Reshard,
+    start: int,
+    end: int,
+    x: jax.Array,
+    place: Place,
+    axes: Axes,
+    picked: bool = False,
 ) -> jax.Array:
     """`x` after the moves `start` to `end` of a path, made in the dtype that the step
     names.
 
     Where automatic axes split the value, one part moves: XLA would gather the parts in
-    front of a collective, so those axes are manual here too.
+    front of a collective, so those axes are manual here too. Of a sum that is `picked`,
+    each element lies on one device, the others having zeros.
     """
 
     def run(x: jax.Array) -> jax.Array:
@@ -37,10 +46,29 @@ def move_along(
     if step.auto:
         spec, names = auto_spec(step.auto), auto_names(step.auto)
         over = jax.shard_map(run, in_specs=spec, out_specs=spec, axis_names=names)
-        moved = over(moved)
     else:
-        moved = run(moved)
-    return _off_wire(moved, x)
+        over = run
+    if picked and jnp.issubdtype(moved.dtype, jnp.floating):
+        over = _as_bits(over)
+    return _off_wire(over(moved), x)
+
+
+def _as_bits(run: Callable[[jax.Array], jax.Array]) -> Callable[..., jax.Array]:
+    """`run` on the bits of floats: a sum with zeros would make -0.0 to 0.0.
+
+    Its derivative is that of `run`.
+    """
+
+    @jax.custom_jvp
+    def moved(x: jax.Array) -> jax.Array:
+        bits = lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+        return lax.bitcast_convert_type(run(bits), x.dtype)
+
+    @moved.defjvp
+    def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+        return moved(*primals), run(*tangents)
+
+    return moved
 
 
 def move_together(

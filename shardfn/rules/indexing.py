@@ -27,7 +27,7 @@ from shardfn.rules._factors import (
     shape_of,
     take,
 )
-from shardfn.rules.slicing import picks_few
+from shardfn.rules.slicing import clamped, picks_few
 
 
 def _local_sizes(op: LocalOp, sizes: Sequence[int]) -> tuple[int, ...]:
@@ -48,9 +48,13 @@ def _gather_local(op: LocalOp, *operands: jax.Array) -> Sequence[jax.Array]:
         return op.bind(x, indices, slice_sizes=sizes)
     # Where a device does not hold an element, it gives zero.
     ends = [shape_of(op.eqn)[d] - op.eqn.params["slice_sizes"][d] for d in looked_up]
-    indices = jnp.clip(indices.astype(jnp.int32), 0, jnp.asarray(ends, jnp.int32))
-    indices = indices - jnp.stack([jnp.asarray(s, jnp.int32) for s in starts])
-    fill = {"mode": jax.lax.GatherScatterMode.FILL_OR_DROP, "fill_value": 0}
+    columns = [
+        clamped(indices[..., k], end) - start
+        for k, (end, start) in enumerate(zip(ends, starts, strict=True))
+    ]
+    indices = jnp.stack(columns, axis=-1)
+    mode = jax.lax.GatherScatterMode.FILL_OR_DROP
+    fill = {"mode": mode, "fill_value": 0}
     return op.bind(x, indices, slice_sizes=sizes, **fill)
 
 
@@ -102,6 +106,7 @@ def _gather(eqn: JaxprEqn) -> OpShardingRule:
         reduce=dict.fromkeys(looked_up, reducer) if reducer else {},
         whole=whole if reducer else whole | {*looked_up},
         linear=[[0]] if _fill_is_linear(eqn) else [],
+        picks=bool(reducer),
     )
 
 

@@ -123,6 +123,7 @@ def _slice_rule(eqn: JaxprEqn, changed: Sequence[bool], linear: Any) -> OpShardi
         reduce=dict.fromkeys(cut, reducer) if reducer else {},
         whole={*cut.values(), *(() if reducer else cut)},
         linear=linear,
+        picks=bool(reducer),
     )
 
 
@@ -151,13 +152,21 @@ def _slice(eqn: JaxprEqn) -> OpShardingRule:
     return _slice_rule(eqn, changed, "each")
 
 
+def clamped(index: jax.Array, limit: int) -> jax.Array:
+    """An index as JAX moves it, between 0 and `limit`, as int32.
+
+    It is compared in its own dtype: one of uint32 or int64 may be none of int32, and
+    `limit` none of a narrow dtype.
+    """
+    bound = min(limit, int(jnp.iinfo(index.dtype).max))
+    zero, bound = (jnp.asarray(n, index.dtype) for n in (0, bound))
+    return lax.clamp(zero, index, bound).astype(jnp.int32)
+
+
 def _clamped(op: LocalOp, starts: Sequence[jax.Array], sizes: Sequence[int]) -> list:
     """Starts as JAX moves them, so that the window lies inside."""
     limits = (n - m for n, m in zip(shape_of(op.eqn), sizes, strict=True))
-    return [
-        jnp.clip(start.astype(jnp.int32), 0, limit)
-        for start, limit in zip(starts, limits, strict=True)
-    ]
+    return [clamped(*pair) for pair in zip(starts, limits, strict=True)]
 
 
 def _dynamic_slice_local(
