@@ -20,7 +20,7 @@ from shardfn._core.leaf_options import Control
 from shardfn._core.op_sharding_rule import rule_of
 from shardfn._core.plan import Apply, BodyPlan, Reshard
 from shardfn._core.program import Atom, Node, Program, live
-from shardfn._core.sharding import Unreduced
+from shardfn._core.sharding import is_unreduced
 from shardfn._schedule.wire_dtypes import is_narrower, sums_gradient
 
 REARRANGES = ("transpose", "reshape", "squeeze", "broadcast_in_dim", "copy")
@@ -49,52 +49,51 @@ def widen(program: Program, body: BodyPlan, control: Control) -> Program:
             dtype = control.of(program.leaf(step.source.value)).reduce_dtype
             if dtype and is_narrower(step.dtype, dtype):
                 wanted[step.source.value] = dtype
-    chosen = _Terms(program, applies).widened(wanted)
+    chosen = _widened(program, applies, wanted)
     if not chosen and all(program.nodes[n].bodies == b for n, b in bodies.items()):
         return program
     return _Rewrite(program, chosen, bodies).run()
 
 
-class _Terms:
-    """What the terms of a sum are made from, as far as it is terms of sums itself."""
-
-    def __init__(self, program: Program, applies: Sequence[Apply]) -> None:
-        self.program = program
-        self.makers = {
-            v: (program.nodes[step.node], step)
-            for step in applies
-            for v in program.nodes[step.node].outputs
-        }
-
-    def widened(self, wanted: dict[int, str]) -> dict[int, str]:
-        """The values to make in a wider dtype: those of `wanted` that can be, what they
-        are linear in, and what only rearranges them."""
-        chosen: dict[int, str] = {}
-        for value, dtype in wanted.items():
-            chosen.update(dict.fromkeys(self.needed(value) or (), dtype))
-        for node in self.program.nodes:
-            first = node.inputs[0] if node.inputs else None
-            if node.eqn.primitive.name not in REARRANGES:
-                continue
-            if isinstance(first, int) and first in chosen:
-                chosen.update(dict.fromkeys(node.outputs, chosen[first]))
+def _widened(
+    program: Program, applies: Sequence[Apply], wanted: dict[int, str]
+) -> dict[int, str]:
+    """The values to make in a wider dtype: those of `wanted` that can be, what they are
+    linear in, and what only rearranges them."""
+    chosen: dict[int, str] = {}
+    if not wanted:
         return chosen
+    terms = _terms(program, applies)
+    for value, dtype in wanted.items():
+        pending = [value]
+        while pending:
+            at = pending.pop()
+            if at in terms and chosen.get(at) != dtype:
+                chosen[at] = dtype
+                pending += terms[at]
+    for node in program.nodes:
+        first = node.inputs[0] if node.inputs else None
+        if node.eqn.primitive.name not in REARRANGES:
+            continue
+        if isinstance(first, int) and first in chosen:
+            chosen.update(dict.fromkeys(node.outputs, chosen[first]))
+    return chosen
 
-    def needed(self, value: int) -> set[int] | None:
-        """`value` and the terms it is made from, or None if it cannot be widened."""
-        if value not in self.makers:
-            return None
-        node, step = self.makers[value]
+
+def _terms(program: Program, applies: Sequence[Apply]) -> dict[int, list[int]]:
+    """The values that can be made wider, each with those of its operands that are terms
+    of sums and so have to be wider too."""
+    terms: dict[int, list[int]] = {}
+    for step in applies:
+        node = program.nodes[step.node]
         if not _can_rebind(node):
-            return None
-        out = {value}
-        for atom, sharding in zip(node.inputs, step.operand_shardings, strict=True):
-            if any(isinstance(s, Unreduced) for s in sharding):
-                more = self.needed(atom) if isinstance(atom, int) else None
-                if more is None:
-                    return None
-                out |= more
-        return out
+            continue
+        operands = zip(node.inputs, step.operand_shardings, strict=True)
+        unreduced = [a for a, sharding in operands if is_unreduced(sharding)]
+        made = [a for a in unreduced if isinstance(a, int) and a in terms]
+        if len(made) == len(unreduced):
+            terms[node.outputs[0]] = made
+    return terms
 
 
 def _can_rebind(node: Node) -> bool:
