@@ -226,6 +226,18 @@ def bind_remat(
     return eqn.primitive.bind(*consts, *args, *imports, **params)
 
 
+def platform_of(compiled: jax.stages.Compiled) -> str:
+    """What a program was compiled for, such as "cpu"; "" if nothing comes in or out."""
+    ends = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    return next((d.platform for end in ends for d in end.device_set), "")
+
+
+def merges_gathers(platform: str) -> bool:
+    """Whether the compiler for a platform merges equal operations that an optimization
+    barrier keeps apart: XLA for CPUs did, in straight-line code."""
+    return platform == "cpu" and jax.__version_info__ < (0, 11)
+
+
 def varying_axes(x: jax.Array) -> frozenset[str]:
     """The manual mesh axes over which the type of `x` says that it varies."""
     return frozenset(jax.typeof(x).manual_axis_type.varying)  # pyright: ignore

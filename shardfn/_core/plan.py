@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 from shardfn._core.automatic_axes import AutoSplit, part_shape
 from shardfn._core.resharding import (
     COMMUNICATES,
+    WIRE_OPS,
     devices_of,
     move_elements,
     move_of,
     wire_elements,
 )
-from shardfn._core.sharding import Axes, Sharding, Split
+from shardfn._core.sharding import Axes, Sharding, Split, Unreduced
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +248,7 @@ def line_names(text: str) -> frozenset[str]:
 @dataclass(frozen=True, slots=True)
 class WireMove:
     """One move of a `Reshard` that uses the wire: `index` counts the moves of its path,
-    `axis` the mesh axes; `elements` and `devices` as in `Collective`."""
+    `axis` the mesh axes; `elements`, `devices` and `reduces` as in `Collective`."""
 
     index: int
     op: str
@@ -255,6 +256,7 @@ class WireMove:
     elements: int
     wire_bytes: int
     devices: int
+    reduces: str
 
 
 def communicating_moves(step: Reshard, axes: Axes) -> Iterator[WireMove]:
@@ -267,4 +269,14 @@ def communicating_moves(step: Reshard, axes: Axes) -> Iterator[WireMove]:
             elements = move_elements(before, after, step.part_shape, axes)
             sent = wire_elements(before, after, step.part_shape, axes) * step.itemsize
             devices = devices_of(before, after, axes)
-            yield WireMove(index, op, axis, elements, round(sent), devices)
+            state = before[axis]
+            reduces = state.op if isinstance(state, Unreduced) else ""
+            yield WireMove(
+                index,
+                WIRE_OPS.get(op, op),
+                axis,
+                elements,
+                round(sent),
+                devices,
+                "" if op in WIRE_OPS else reduces,
+            )

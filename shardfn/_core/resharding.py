@@ -23,7 +23,17 @@ from shardfn._core.sharding import (
     stored_shape,
 )
 
-COMMUNICATES = ("all_gather", "psum_scatter", "all_to_all", "all_reduce")
+COMMUNICATES = (
+    "all_gather",
+    "psum_scatter",
+    "all_to_all",
+    "all_reduce",
+    "gather_terms",
+)
+
+WIRE_OPS = {"gather_terms": "all_gather"}
+"""The collective of a move that is not called like it: no collective multiplies, so the
+terms of a product are gathered and each device multiplies them."""
 
 JOINED = ("all_gather", "psum_scatter", "all_reduce")
 """Moves of several values that can be one collective, if they sum."""
@@ -155,7 +165,9 @@ def move_of(before: Sharding, after: Sharding) -> tuple[str, int]:
     axis = next(a for a, (b, c) in enumerate(zip(before, after, strict=True)) if b != c)
     state, goal = before[axis], after[axis]
     if isinstance(state, Unreduced):
-        return ("psum_scatter" if isinstance(goal, Split) else "all_reduce"), axis
+        if isinstance(goal, Split):
+            return "psum_scatter", axis
+        return ("gather_terms" if state.op == "prod" else "all_reduce"), axis
     if isinstance(state, Split):
         if isinstance(goal, Split):
             same = state.dim == goal.dim
@@ -185,6 +197,8 @@ def move_elements(
     if op == "all_gather":
         n = along(before, axis, axes)
         return math.prod(local_shape(shape, before, axes)) * n
+    if op == "gather_terms":
+        return math.prod(local_shape(shape, before, axes)) * axes.sizes[axis]
     return math.prod(local_shape(shape, before, axes))
 
 

@@ -45,6 +45,10 @@ def run_move(
     if op == "all_reduce":
         assert isinstance(state, Unreduced)
         return _all_reduce(x, name, state.op)
+    if op == "gather_terms":
+        return lax.all_gather(varying(x, *name), name, to="invarying").prod(
+            axis=0, dtype=x.dtype
+        )
     if op == "mask":
         return _on_first_device(x, name)
     if op == "all_to_all":
@@ -186,8 +190,6 @@ def _all_reduce(x: jax.Array, name: Names, op: str) -> jax.Array:
         return _any(x, name)
     if op == "and":
         return ~_any(~x, name)
-    if op == "prod":
-        return lax.all_gather(x, name, to="invarying").prod(axis=0, dtype=x.dtype)
     raise ValueError(f"unknown reducer {op!r}")
 
 

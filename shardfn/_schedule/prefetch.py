@@ -5,7 +5,7 @@ and the casts in front of them run ahead of the rest of the body: the loop carri
 coming layers' gathered weights, so that they cross the wire while a layer computes.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from shardfn._core.leaf_options import Control
@@ -34,15 +34,15 @@ def prefetch(program: Program, body: BodyPlan, control: Control) -> BodyPlan:
             if node.kind == "scan" and not node.is_unrolled:
                 scanned = node.bodies[0].inputs[sum(node.counts) :]
                 constants = node.bodies[0].inputs[: node.counts[0]]
-                given = [Ref(v) for v in (*constants, *scanned)]
-                given += step.bodies[0].imports
+                sliced = [*map(Ref, scanned), *step.bodies[0].imports]
+                given = {Ref(v): False for v in constants} | dict.fromkeys(sliced, True)
                 step = _scan(node.bodies[0], step, given, control)
         steps.append(step)
     return replace(body, steps=tuple(steps))
 
 
 def _scan(
-    program: Program, step: Apply, given: Sequence[Ref], control: Control
+    program: Program, step: Apply, given: Mapping[Ref, bool], control: Control
 ) -> Apply:
     (body,) = step.bodies
     ahead = []
@@ -80,10 +80,12 @@ class _Part:
     rest: list[Step] = field(default_factory=list)
     exports: list[Ref] = field(default_factory=list)
 
-    def take(self, given: Iterable[Ref]) -> tuple[BodyPlan, BodyPlan]:
+    def take(self, given: Mapping[Ref, bool]) -> tuple[BodyPlan, BodyPlan]:
         """The part that runs ahead, from `given` alone, and the rest, which imports
-        what that exports."""
-        known = set(given) | {Ref(v) for v, _ in self.program.constants}
+        what that exports. What is given says whether iterations differ in it: what is
+        the same in all of them is not gathered ahead, as a compiler that sees it would
+        gather it once, in front of the loop, and hold it from there on."""
+        known = {Ref(v): False for v, _ in self.program.constants} | dict(given)
         for step in self.body.steps:
             if isinstance(step, Reshard):
                 self.move(step, known)
@@ -99,29 +101,33 @@ class _Part:
         )
         return part, rest
 
-    def move(self, step: Reshard, known: set[Ref]) -> None:
+    def move(self, step: Reshard, known: dict[Ref, bool]) -> None:
         leaf = self.program.leaf(step.source.value)
         asked = self.control.of(leaf).prefetch == self.lead
-        if step.gathers_state and asked and set(reads(step)) <= known:
+        is_known = all(ref in known for ref in reads(step))
+        differs = known.get(step.source, False)
+        if step.gathers_state and asked and differs and is_known:
             self.ahead.append(step)
             self.exports.append(step.result)
         else:
             self.rest.append(step)
 
-    def apply(self, step: Apply, known: set[Ref]) -> None:
+    def apply(self, step: Apply, known: dict[Ref, bool]) -> None:
         node = self.program.nodes[step.node]
-        if node.kind == "op" and not node.eqn.effects and set(reads(step)) <= known:
+        is_known = all(ref in known for ref in reads(step))
+        if node.kind == "op" and not node.eqn.effects and is_known:
             self.ahead.append(step)
-            known.update(map(Ref, node.outputs))
+            differs = any(known[ref] for ref in reads(step))
+            known.update(dict.fromkeys(map(Ref, node.outputs), differs))
         elif node.kind == "remat":
             step = self.remat(step, node.bodies[0], known)
         self.rest.append(step)
 
-    def remat(self, step: Apply, program: Program, known: set[Ref]) -> Apply:
+    def remat(self, step: Apply, program: Program, known: dict[Ref, bool]) -> Apply:
         """A remat that imports what its body gathered, if that can run ahead."""
         inputs = (*map(Ref, program.inputs), *step.bodies[0].imports)
         operands = zip(inputs, (*step.operands, *step.imports), strict=True)
-        given = [inside for inside, ref in operands if ref in known]
+        given = {i: known[ref] for i, ref in operands if ref and ref in known}
         inner = _Part(program, step.bodies[0], self.control, self.lead)
         part, rest = inner.take(given)
         if not part.exports:

@@ -117,6 +117,7 @@ def _moves(
                 name=line_name(at, step.result, move.index),
                 elements=move.elements,
                 devices=move.devices,
+                reduces=move.reduces,
             ),
             {key: math.prod(step.part_shape) * step.itemsize} if gathers else {},
         )

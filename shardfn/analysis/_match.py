@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import jax.numpy as jnp
 import numpy as np
 
+from shardfn._core import compat
 from shardfn._core.plan import line_names
 from shardfn._core.sharding import Axes
 from shardfn.analysis._hlo import HloCollective, read_collectives
@@ -22,16 +23,21 @@ from shardfn.analysis.verification import (
     MERGED,
     MISSING,
     NARROWED,
+    OF_BOOLEANS,
     PRESENT,
+    REDUCERS,
     REWRITTEN,
+    SHARED,
     SUMS,
+    UNDECIDED,
     WIDENED,
     LineCheck,
     Verification,
 )
 
-SUBSETS = 10_000
-"""Sums of subsets of lines that are looked at to explain one concatenated sum."""
+BITS = 2**29
+"""Of the table in which lines are looked up that one concatenated sum is made of: 64
+MiB. A larger one is not made; bytes are then compared as a whole."""
 
 
 @dataclass(slots=True)
@@ -70,7 +76,10 @@ class _Supply:
 
 
 def verify(
-    collectives: Sequence[Collective], axes: Axes, hlo_text: str
+    collectives: Sequence[Collective],
+    axes: Axes,
+    hlo_text: str,
+    platform: str = "",
 ) -> Verification:
     """Holds a compiled program against its plan.
 
@@ -78,11 +87,14 @@ def verify(
       collectives: the lines of the plan.
       axes: the mesh axes that it is planned over.
       hlo_text: the optimized program, as `jax.stages.Compiled.as_text()` prints it.
+      platform: what it was compiled for, if known, such as "cpu".
 
     Returns:
       What the program has for every line, and what it has besides.
     """
-    needs = [_Need(c, c.devices, c.times or 1) for c in collectives]
+    needs = [
+        _Need(c, c.devices, 1 if c.times is None else c.times) for c in collectives
+    ]
     found = read_collectives(hlo_text)
     automatic = tuple(c for c in found if _is_automatic(c, axes))
     supplies = [
@@ -96,7 +108,10 @@ def verify(
     _match_concatenated(needs, supplies)
     _match(needs, supplies, _is_like, named=False)
     _match(needs, supplies, _is_any, named=True)
-    lines = tuple(LineCheck(n.line, _status(n, needs), tuple(n.found)) for n in needs)
+    merged = SHARED if compat.merges_gathers(platform) else MERGED
+    lines = tuple(
+        LineCheck(n.line, _status(n, needs, merged), tuple(n.found)) for n in needs
+    )
     extra = (replace(s.collective, times=s.runs) for s in supplies if s.runs)
     return Verification(lines, tuple(extra), automatic)
 
@@ -126,7 +141,8 @@ def _match(
         by.setdefault(need.line.name if named else need.key, []).append(need)
     for supply in supplies:
         keys = sorted(supply.names) if named else [supply.key]
-        for need in (n for key in keys for n in by.get(key, ())):
+        wanting = (n for key in keys if supply.runs for n in by.get(key, ()))
+        for need in wanting:
             if supply.runs and need.runs and test(need, supply.collective):
                 _credit(need, supply, _status_of(need, supply.collective))
 
@@ -157,7 +173,10 @@ def _is_any(need: _Need, found: HloCollective) -> bool:
 
 
 def _is_op(need: _Need, found: HloCollective) -> bool:
-    return found.op in (SUMS if need.line.op == "all_reduce" else (need.line.op,))
+    line = need.line
+    if line.op != "all_reduce":
+        return found.op == line.op
+    return found.op in (OF_BOOLEANS if line.dtype == "bool" else REDUCERS[line.reduces])
 
 
 def _status_of(need: _Need, found: HloCollective) -> str:
@@ -171,45 +190,92 @@ def _status_of(need: _Need, found: HloCollective) -> str:
     return WIDENED if size > need.bytes else NARROWED
 
 
-def _match_concatenated(needs: Iterable[_Need], supplies: Iterable[_Supply]) -> None:
-    """Explains a sum of one long array by lines whose sums it concatenates, also those
-    of a loop that the compiler does once after it."""
+def _match_concatenated(needs: Sequence[_Need], supplies: Sequence[_Supply]) -> None:
+    """Explains sums of long arrays by lines whose sums they concatenate, also those of
+    a loop that the compiler does once after it.
+
+    Which line went where cannot always be told, and need not be: sums of one kind that
+    hold as many elements as the lines that are left for them hold them all.
+    """
+    kinds: dict[tuple[object, ...], list[_Supply]] = {}
     for supply in supplies:
         whole = supply.collective
-        if whole.op not in SUMS or not supply.runs:
-            continue
-        parts = [
-            n
-            for n in needs
-            if n.runs
-            and n.line.op == "all_reduce"
-            and n.devices == whole.group_size
-            and _status_of(n, replace(whole, elements=n.line.elements)) == PRESENT
-        ]
-        for need in _summing_to(whole.elements * supply.runs, parts):
-            part = replace(whole, elements=need.line.elements, times=need.runs)
-            need.found.append(replace(part, combined=max(2, whole.combined)))
-            need.status.add(PRESENT)
-            need.runs = supply.runs = 0
+        if whole.op in SUMS and supply.runs and whole.elements:
+            size = whole.bytes / whole.elements
+            kinds.setdefault((whole.op, whole.group_size, size), []).append(supply)
+    for alike in kinds.values():
+        for supply in alike:
+            whole = supply.collective
+            parts = _parts_of(whole, needs)
+            for need in _summing_to(supply, parts):
+                _credit_part(need, whole)
+                supply.runs = 0
+        left = [supply for supply in alike if supply.runs]
+        parts = _parts_of(alike[0].collective, needs) if left else []
+        total = sum(supply.collective.elements * supply.runs for supply in left)
+        if total == sum(need.line.elements * need.runs for need in parts):
+            for need in parts:
+                _credit_part(need, left[0].collective)
+            for supply in left:
+                supply.runs = 0
+        elif len(left) > 1 or len(parts) > 1:
+            for need in parts:
+                need.status.add(UNDECIDED)
 
 
-def _summing_to(elements: int, parts: Iterable[_Need]) -> tuple[_Need, ...]:
-    """Lines whose elements, over all runs, sum to `elements`, or none."""
-    sums: dict[int, tuple[_Need, ...]] = {0: ()}
-    for part in parts:
-        for size, chosen in list(sums.items()):
-            total = size + part.line.elements * part.runs
-            if total <= elements and len(sums) < SUBSETS:
-                sums.setdefault(total, (*chosen, part))
-    return sums.get(elements, ())
+def _parts_of(whole: HloCollective, needs: Iterable[_Need]) -> list[_Need]:
+    """The lines that a sum may hold among others."""
+    return [
+        n
+        for n in needs
+        if n.runs
+        and n.line.op == "all_reduce"
+        and n.devices == whole.group_size
+        and _status_of(n, replace(whole, elements=n.line.elements)) == PRESENT
+    ]
 
 
-def _status(need: _Need, needs: Iterable[_Need]) -> str:
+def _credit_part(need: _Need, whole: HloCollective) -> None:
+    part = replace(whole, elements=need.line.elements, times=need.runs)
+    need.found.append(replace(part, combined=max(2, whole.combined)))
+    need.status.add(PRESENT)
+    need.runs = 0
+
+
+def _summing_to(supply: _Supply, parts: Sequence[_Need]) -> list[_Need]:
+    """Lines whose elements, over all runs, sum to those of `supply`, those that it
+    names among them; none if there are no such lines, or the table is too large."""
+    named = [n for n in parts if n.line.name in supply.names]
+    left = supply.collective.elements * supply.runs
+    left -= sum(n.line.elements * n.runs for n in named)
+    others = [
+        n
+        for n in parts
+        if n.line.name not in supply.names and n.line.elements * n.runs <= left
+    ]
+    if left < 0 or left * len(others) > BITS:
+        return []
+    reached, steps = 1, []  # bit i: whether some of the lines so far sum to i
+    for need in others:
+        new = (reached << need.line.elements * need.runs) & ((2 << left) - 1) & ~reached
+        steps.append(new)
+        reached |= new
+    if not reached >> left & 1:
+        return []
+    for need, new in zip(reversed(others), reversed(steps), strict=True):
+        if new >> left & 1:
+            named.append(need)
+            left -= need.line.elements * need.runs
+    return named
+
+
+def _status(need: _Need, needs: Iterable[_Need], merged: str) -> str:
     if not need.runs:
-        worst = (REWRITTEN, ALL_REDUCED, WIDENED, NARROWED, PRESENT)
-        return next(s for s in worst if s in need.status)
-    has_twin = any(_is_twin(need, other) for other in needs)
-    return MERGED if has_twin else MISSING
+        worst = (REWRITTEN, ALL_REDUCED, WIDENED, NARROWED)
+        return next((s for s in worst if s in need.status), PRESENT)
+    if UNDECIDED in need.status:
+        return UNDECIDED
+    return merged if any(_is_twin(need, other) for other in needs) else MISSING
 
 
 def _is_twin(need: _Need, other: _Need) -> bool:

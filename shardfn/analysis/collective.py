@@ -28,6 +28,7 @@ class Collective:
       devices: how many talk to each other; fewer than the axis has within a group.
       parts: state leaves that move together, and the wire bytes of each; empty if only
         one moves. The shape is then that of their concatenation.
+      reduces: what a reduction reduces with: "sum", "max", "min", "and", "or"; else "".
     """
 
     op: str
@@ -44,6 +45,7 @@ class Collective:
     elements: int = field(default=0, compare=False)
     devices: int = 0
     parts: tuple[tuple[str, int], ...] = ()
+    reduces: str = ""
 
     @property
     def total_bytes(self) -> int:

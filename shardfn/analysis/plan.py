@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from jax.stages import Compiled
 
+from shardfn._core import compat
 from shardfn._core.leaf_options import Control
 from shardfn._core.plan import BodyPlan
 from shardfn._core.sharding import Axes
@@ -72,13 +73,15 @@ class Plan:
           >>> step.plan(*args).verify(step.lower(*args).compile()).ok
           True
         """
-        text = compiled if isinstance(compiled, str) else compiled.as_text()
+        is_text = isinstance(compiled, str)
+        text = compiled if is_text else compiled.as_text()
         if text is None:
             raise ValueError(
                 "this backend does not show its compiled programs as text.\n"
                 "Compile the step for devices whose compiler does, such as CPUs."
             )
-        return verify(self.collectives, self.axes, text)
+        platform = "" if is_text else compat.platform_of(compiled)
+        return verify(self.collectives, self.axes, text, platform)
 
     def __str__(self) -> str:
         return table(self.collectives, self.axes, self.parameter_bytes, self.control)

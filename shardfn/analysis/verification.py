@@ -17,9 +17,11 @@ WIDENED = "widened"
 ALL_REDUCED = "all-reduced"
 REWRITTEN = "rewritten"
 MERGED = "merged"
+SHARED = "shared"
+UNDECIDED = "undecided"
 MISSING = "missing"
 
-FAITHFUL = (PRESENT, NARROWED)
+FAITHFUL = (PRESENT, NARROWED, SHARED)
 """What sends what the plan says, or less."""
 
 MEANING = {
@@ -29,6 +31,10 @@ MEANING = {
     "bytes, and keeps its part",
     REWRITTEN: "done by another collective",
     MERGED: "gathered once with another line, so the whole value lives in between",
+    SHARED: "gathered once with another line, as this backend merges equal gathers, "
+    "whatever keeps them apart; GPUs and TPUs do not",
+    UNDECIDED: "one of several sums that the compiler joined: they do not add up, and "
+    "which of them is missing cannot be told",
     MISSING: "not in the compiled program, or not as often as planned",
 }
 
@@ -39,8 +45,8 @@ class LineCheck:
 
     Attributes:
       line: the planned collective.
-      status: `present`, `narrowed`, `widened`, `all-reduced`, `rewritten`, `merged` or
-        `missing`.
+      status: `present`, `narrowed`, `widened`, `all-reduced`, `rewritten`, `merged`,
+        `shared`, `undecided` or `missing`.
       found: the compiled collectives for it, each `times` as often as counts for it.
       runs: how often the compiled program runs them per step.
     """
@@ -161,7 +167,7 @@ def rows_of(checks: Sequence[LineCheck]) -> list[tuple[str, ...]]:
 def _row(group: Sequence[LineCheck]) -> tuple[str, ...]:
     line, sent = group[0].line, sum(c.wire_bytes for c in group)
     planned, runs = _times(group), sum(c.runs for c in group)
-    missing = group[0].status in (MERGED, MISSING)
+    missing = group[0].status in (MERGED, SHARED, UNDECIDED, MISSING)
     hidden = sum(c.overlapped_bytes for c in group)
     return (
         group[0].status,
@@ -193,6 +199,11 @@ def _planned_op(op: str) -> str:
 
 SUMS = ("psum", "pmax", "pmin", "pprod", "pand", "por")
 """All-reduces, by what they reduce with."""
+
+REDUCERS = {"sum": ("psum",), "max": ("pmax",), "min": ("pmin",)}
+"""The all-reduces of a planned one; those of booleans are a maximum of bytes."""
+
+OF_BOOLEANS = ("pmax", "por")
 
 
 def _change(planned: str, found: Iterable[str]) -> str:

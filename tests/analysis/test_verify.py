@@ -245,6 +245,9 @@ def test_gathers_that_the_compiler_merged_are_told(name, monkeypatch) -> None:
     without_barriers(monkeypatch)
     fresh = shard_fn(unrolled, mesh, layers, (64, 1024))
     checked = fresh.plan.verify(fresh.compile())
+    if name == "cpu" and CPU_MERGES_GATHERS:
+        assert [c.line.name for c in checked.having("shared")] == again and checked.ok
+        checked = fresh.plan.verify(fresh.compile().as_text())
     assert [c.line.name for c in checked.having("merged")] == again
     assert "gathered once with another line" in checked.problems()
 
