@@ -38,7 +38,8 @@ def page(report: Figures) -> str:
       HTML with its styles, its script and its data inside.
     """
     template = files("shardfn.analysis").joinpath("_report.html").read_text()
-    data = json.dumps(page_data(report), separators=(",", ":")).replace("</", "<\\/")
+    data = json.dumps(page_data(report), separators=(",", ":"))
+    data = data.replace("<", "\\u003c")  # no tag, and no comment, in a name
     title = html.escape(f"{report.step} on {report.target.name}")
     return template.replace("__TITLE__", title).replace("__DATA__", data)
 
