@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import os
 import sys
+import sysconfig
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -193,7 +194,7 @@ def load(name: str) -> tuple[Any, tuple[Any, ...]]:
 def _module(name: str) -> Any:
     """A module by its dotted name or its file."""
     if not name.endswith(".py"):
-        sys.path.insert(0, os.getcwd())
+        find_also(Path.cwd())
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
@@ -208,13 +209,25 @@ def _module(name: str) -> Any:
         raise CommandError(
             f"there is no file {name} (looked in {os.getcwd()}).\nGive its path."
         )
-    sys.path.insert(0, str(path.parent.resolve()))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    find_also(path.parent.resolve())
+    is_taken = path.stem in sys.modules or path.stem in sys.stdlib_module_names
+    name = f"step_in_{path.stem}" if is_taken else path.stem
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def find_also(folder: Path) -> None:
+    """Lets Python find modules of a folder: before installed ones, and behind those of
+    its own library, which a file such as `json.py` must not replace."""
+    library = {
+        os.path.realpath(sysconfig.get_path(k)) for k in ("stdlib", "platstdlib")
+    }
+    own = [i for i, p in enumerate(sys.path) if os.path.realpath(p) in library]
+    sys.path.insert(max(own, default=-1) + 1, str(folder))
 
 
 @contextmanager

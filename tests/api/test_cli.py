@@ -3,11 +3,13 @@ what cannot be run.
 """
 
 import json
+import os
 import re
 import runpy
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,6 +58,26 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     path.write_text(MODULE)
     yield str(path)
     sys.modules.pop("my_training", None)
+
+
+def test_a_file_replaces_nothing_of_pythons_own(tmp_path, monkeypatch, capsys) -> None:
+    """A step in `json.py`, beside a `wave.py` that Python has too: neither hides
+    Python's, and a file of a name that nobody has is found."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "wave", raising=False)
+    (tmp_path / "wave.py").write_text("raise SystemExit('this is not the library')")
+    (tmp_path / "my_sizes.py").write_text("WIDTH = 64")
+    (tmp_path / "json.py").write_text(f"import my_sizes, wave\n{MODULE}")
+    before = sys.modules["json"]
+    main(["plan", "json.py:planned"])
+    assert "psum_scatter" in capsys.readouterr().out
+    assert sys.modules["json"] is before and json.loads("[1]") == [1]
+    assert sys.modules.pop("step_in_json").__file__ == str(tmp_path / "json.py")
+    places = [os.path.realpath(p) for p in sys.path]
+    library = places.index(os.path.realpath(sysconfig.get_path("stdlib")))
+    assert places.index(os.path.realpath(tmp_path)) > library
+    sys.modules.pop("my_sizes")
 
 
 def refused(*argv: str) -> str:
