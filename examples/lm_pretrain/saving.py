@@ -5,7 +5,6 @@ that has checkpoints, set aside or not, never starts from the beginning by itsel
 """
 
 import json
-import re
 import shutil
 import zlib
 from collections.abc import Mapping
@@ -21,7 +20,7 @@ from jax.experimental import multihost_utils
 from machine import Machine
 
 import shardfn
-from shardfn.storage.checkpoint import Checkpoints
+from shardfn.storage.checkpoint import Checkpoints, DamagedCheckpointError
 
 SAME = ("--model", "--optimizer", "--data", "--batch-size", "--seed")
 """What a run has to go on with."""
@@ -30,12 +29,6 @@ MAY_CHANGE = ("--run-dir", "--preset", "--coordinator", "--process-id")
 EFFECT = {"--steps": ": the learning rate now falls until that step"}
 ASIDE = "unreadable"
 """The folder of the checkpoints that were set aside."""
-OF_FILES = ("CheckpointError", "EOFError", "FileNotFoundError", "JSONDecodeError")
-OF_FILES += ("KeyError", "TypeError", "UnicodeDecodeError", "ValueError")
-"""What is raised for files that are missing, cut off, or not what was written."""
-OF_MACHINE = ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "UNAUTHENTICATED")
-OF_MACHINE += ("UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "CANCELLED", "UNKNOWN")
-"""What a ValueError of TensorStore names that another attempt may not meet."""
 
 
 class SaveError(RuntimeError):
@@ -106,16 +99,16 @@ class Saves:
                 extra = self.checkpoints.extra(number)
                 text, position = extra["text"], extra["position"]
                 state = self.checkpoints.restore(self.abstract_state, number)
-            except Exception as error:  # a file of it may be cut off or missing
-                if not is_of_files(error):
-                    raise SaveError(
-                        f"checkpoint {number} in {self.folder} was not read: "
-                        f"{shorten(error)}\nThat need not be for its files, which are "
-                        "where they were. Start again with --run-dir "
-                        f"{self.folder.parent}, to go on from it."
-                    ) from error
+            except DamagedCheckpointError as error:
                 self.set_aside(number, error)
                 continue
+            except Exception as error:  # whatever the machine or Orbax raises
+                raise SaveError(
+                    f"checkpoint {number} in {self.folder} was not read: "
+                    f"{shorten(error)}\nThat need not be for its files, which are "
+                    "where they were. Start again with --run-dir "
+                    f"{self.folder.parent}, to go on from it."
+                ) from error
             if text != self.fingerprint:
                 raise ConfigError(
                     f"the text is not what it was at checkpoint {number} in "
@@ -156,14 +149,6 @@ def read_last(run: Path, step: shardfn.ShardedStep, like: Any) -> tuple[int, Any
                 f"checkpoint {numbers[-1]} in {folder} cannot be read: {shorten(error)}"
                 "\nMove it away to use an older one."
             ) from error
-
-
-def is_of_files(error: Exception) -> bool:
-    """Whether an error, of this process or told by another one, means that a file is
-    bad, and not that there is no memory, permission or network."""
-    told = re.search(r"cannot read its part of [^\n]*:\n +(\w+): ", str(error))
-    name = told[1] if told else type(error).__name__
-    return name in OF_FILES and not any(word in str(error) for word in OF_MACHINE)
 
 
 def refuse_anew(run: Path) -> None:

@@ -4,11 +4,13 @@ In: nothing, or what every process should have the same. Out: what a process nee
 know to place and write its own part. No plan depends on it (tests/parity/test_laws.py).
 """
 
+import contextlib
 import difflib
 import hashlib
 import itertools
+import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +22,7 @@ WAIT_SECONDS = 600
 """How long one process waits for another to plan the step that it plans itself."""
 
 _often: Counter[str] = Counter()
-"""How often each group of processes has done each of what it does together."""
+"""How often each group of processes has met."""
 
 
 def index() -> int:
@@ -84,6 +86,20 @@ def together(group: Sequence[int] | None = None) -> tuple[int, ...]:
     return () if alone or compat.distributed_client() is None else numbers
 
 
+class ElsewhereError(ShardingError):
+    """Another process has failed in what all do together.
+
+    Attributes:
+      process: its number.
+      kind: the type of its error.
+      reason: the error.
+    """
+
+    def __init__(self, message: str, process: int, kind: str, reason: str) -> None:
+        super().__init__(message)
+        self.process, self.kind, self.reason = process, kind, reason
+
+
 def assert_same(what: str, text: str, group: Sequence[int] | None = None) -> None:
     """Compares what processes should have the same; all of them have to call it.
 
@@ -93,38 +109,36 @@ def assert_same(what: str, text: str, group: Sequence[int] | None = None) -> Non
       group: numbers of the processes, as `of` gives them; all without it.
 
     Raises:
-      ShardingError: the first of them has another text, or this is the first and
-        another process has; it shows the lines that differ.
+      ShardingError: in all of them, if one has another text than the first of them; it
+        shows the lines that differ.
     """
     client, numbers = compat.distributed_client(), together(group)
     if not numbers:
         return
-    key = _next_key("same", numbers)
+    place = _next_place(numbers)
     digest = hashlib.sha256(text.encode()).hexdigest()
-    first, *others = numbers
-    asked = others if index() == first else [first]
-    for other in asked:
-        _tell(client, f"{key}/digest", other, digest)
-    for other in asked:
-        if _told(client, f"{key}/digest", other, what) == digest:
-            continue
-        _tell(client, f"{key}/text", other, text)
-        theirs = _told(client, f"{key}/text", other, what)
-        lines = difflib.unified_diff(
-            theirs.splitlines(),
-            text.splitlines(),
-            f"process {other}",
-            f"process {index()}",
-            lineterm="",
-            n=0,
-        )
-        shown = "\n    ".join(itertools.islice(lines, 40))
-        raise ShardingError(
-            f"process {index()} and process {other} have different {what}:\n    {shown}"
-            f"\n{called()}"
-            "Every process has to run the same step on the same shapes: look for what "
-            "depends on the process, such as its number, its files or its versions."
-        )
+    other = _odd_one(client, place, numbers, {"at": f"compared {what}", "is": digest})
+    if other is None:
+        return
+    first = numbers[0]
+    if index() in (first, other):
+        client.key_value_set(f"{place}/text/{index()}", text)
+    own, their = (first, other) if index() != other else (other, first)
+    lines = difflib.unified_diff(
+        _get(client, f"{place}/text/{their}", their, f"told its {what}").splitlines(),
+        _get(client, f"{place}/text/{own}", own, f"told its {what}").splitlines(),
+        f"process {their}",
+        f"process {own}",
+        lineterm="",
+        n=0,
+    )
+    shown = "\n    ".join(itertools.islice(lines, 40))
+    raise ShardingError(
+        f"process {own} and process {their} have different {what}:\n    {shown}"
+        f"\n{called()}"
+        "Every process has to run the same step on the same shapes: look for what "
+        "depends on the process, such as its number, its files or its versions."
+    )
 
 
 def meet(done: str, group: Sequence[int] | None = None) -> None:
@@ -136,79 +150,116 @@ def meet(done: str, group: Sequence[int] | None = None) -> None:
       group: numbers of the processes, as `of` gives them; all without it.
 
     Raises:
-      ShardingError: not all have come in `WAIT_SECONDS`.
+      ShardingError: not all have come in `WAIT_SECONDS`, or one has come from another
+        place.
     """
-    client, numbers = compat.distributed_client(), together(group)
-    if not numbers:
-        return
-    try:
-        client.wait_at_barrier(
-            _next_key("met", numbers), WAIT_SECONDS * 1000, list(numbers)
-        )
-    except Exception as error:
-        raise ShardingError(
-            f"process {index()} has {done}, and another one has not in {WAIT_SECONDS} "
-            f"s.\n{called()}"
-            "Every process has to call the same steps in the same order, and all have "
-            "to be alive: the output of the others says what became of them."
-        ) from error
+    with meeting(done, group):
+        pass
 
 
-def failed_elsewhere(
-    own: str | None, group: Sequence[int] | None = None
-) -> tuple[int, str] | None:
-    """Tells other processes whether this one has failed; all have to call it.
+@contextlib.contextmanager
+def meeting(done: str, group: Sequence[int] | None = None) -> Iterator[None]:
+    """What is done in it, all processes of a group do, or none: those that have wait
+    for the others, and raise if one has raised.
 
     Args:
-      own: what went wrong here, or None.
+      done: what has been done then, for messages.
       group: numbers of the processes, as `of` gives them; all without it.
 
-    Returns:
-      The number of the first process that has failed, and what went wrong there.
-
     Raises:
-      ShardingError: another one does not come in `WAIT_SECONDS`.
+      ElsewhereError: another process has raised.
+      ShardingError: another one does not come in `WAIT_SECONDS`, or has come from
+        another place.
     """
     client, numbers = compat.distributed_client(), together(group)
     if not numbers:
-        return None
-    key = _next_key("tried", numbers)
-    client.key_value_set(f"{key}/{index()}", "well" if own is None else f"not: {own}")
-    for process in numbers:
-        text = _theirs(client, f"{key}/{process}", process, "attempt")
-        if text != "well":
-            return process, text.removeprefix("not: ")
-    # All have come this far, so that all have read what was told before.
-    before, _, times = key.rpartition("/")
-    if int(times) > 1:
-        client.key_value_delete(f"{before}/{int(times) - 1}/{index()}")
-    return None
-
-
-def _next_key(what: str, numbers: Sequence[int]) -> str:
-    """The same in all processes of a group, however often others have met."""
-    key = f"shardfn/{what}/{'-'.join(map(str, numbers))}"
-    _often[key] += 1
-    return f"{key}/{_often[key]}"
-
-
-def _tell(client: Any, key: str, other: int, text: str) -> None:
-    client.key_value_set(f"{key}/{index()}/{other}", text)
-
-
-def _told(client: Any, key: str, other: int, what: str) -> str:
-    """What another process told this one, which alone reads it: nothing stays."""
-    text = _theirs(client, key := f"{key}/{other}/{index()}", other, what)
-    client.key_value_delete(key)
-    return text
-
-
-def _theirs(client: Any, key: str, other: int, what: str) -> str:
+        yield
+        return
+    place = _next_place(numbers)
     try:
-        return client.blocking_key_value_get(key, WAIT_SECONDS * 1000)
+        yield
     except Exception as error:
+        kind = type(error).__name__
+        report = {"at": done, "kind": kind, "reason": f"{kind}: {error}"}
+        is_first = index() == numbers[0]
+        _set(client, place, report | {"process": index()} if is_first else report)
+        raise
+    _odd_one(client, place, numbers, {"at": done})
+
+
+def _odd_one(
+    client: Any, place: str, numbers: Sequence[int], report: dict[str, Any]
+) -> int | None:
+    """The process that says to be something else than the first of them, if any. Each
+    tells the first, which tells all what it has found: who raises, all do."""
+    first, *others = numbers
+    if index() != first:
+        _set(client, place, report)
+        found = json.loads(_get(client, f"{place}/{first}", first, report["at"], 2))
+    else:
+        found = _found(client, place, others, report)
+        _set(client, place, found)
+        before, _, times = place.rpartition("/")
+        # All have come this far, so that all have read what was told before.
+        client.key_value_delete(f"{before}/{int(times) - 1}")
+    process = found["process"]
+    if "reason" in found:
+        raise ElsewhereError(
+            f"process {process} has failed, and process {index()} has {report['at']}:\n"
+            f"    {found['reason']}\n{called()}"
+            "What one process cannot do, none does: see to that one first.",
+            *(process, found["kind"], found["reason"]),
+        )
+    if "late" in found:
+        raise ShardingError(found["late"])
+    if found["at"] != found["expected"]:
         raise ShardingError(
-            f"process {other} has not made the {what} that process {index()} has made, "
-            f"in {WAIT_SECONDS} s.\n{called()}"
-            "Every process has to call the same steps in the same order."
+            f"process {first} has {found['expected']}, and process {process} has "
+            f"{found['at']}.\n{called()}"
+            "Every process has to call the same steps in the same order: look for what "
+            "one of them has left out, such as after an error that it went on from."
+        )
+    return process
+
+
+def _found(
+    client: Any, place: str, others: Sequence[int], report: dict[str, Any]
+) -> dict[str, Any]:
+    """What is wrong with the first process that has another report, if any has."""
+    for other in others:
+        try:
+            theirs = json.loads(_get(client, f"{place}/{other}", other, report["at"]))
+        except ShardingError as error:
+            return {"process": other, "late": str(error)}
+        if theirs != report:
+            return theirs | {"process": other, "expected": report["at"]}
+    return report | {"process": None, "expected": report["at"]}
+
+
+def _next_place(numbers: Sequence[int]) -> str:
+    """Where the processes of a group tell each other something: the same in all of
+    them, however often others have met."""
+    place = f"shardfn/met/{'-'.join(map(str, numbers))}"
+    _often[place] += 1
+    return f"{place}/{_often[place]}"
+
+
+def _set(client: Any, place: str, report: dict[str, Any]) -> None:
+    client.key_value_set(f"{place}/{index()}", json.dumps(report))
+
+
+def _get(client: Any, key: str, other: int, done: str, times: int = 1) -> str:
+    """What another process has told; it may itself wait for one that comes late, so
+    that the first of them is waited for two `times` as long."""
+    try:
+        return client.blocking_key_value_get(key, times * WAIT_SECONDS * 1000)
+    except Exception as error:
+        if "DEADLINE_EXCEEDED" in str(error):
+            reason = f"and process {other} has not in {WAIT_SECONDS} s"
+        else:
+            reason = f"and cannot ask process {other}: {error}"
+        raise ShardingError(
+            f"process {index()} has {done}, {reason}.\n{called()}"
+            "Every process has to call the same steps in the same order, and all have "
+            "to be alive: the output of the others says what became of them."
         ) from error

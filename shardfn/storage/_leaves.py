@@ -194,3 +194,8 @@ def _check_names(leaf: Leaf, spec: PartitionSpec | None, axes: Axes) -> None:
                 f"that the batch is split over.\n{called()}"
                 f"Use the axes that fully_shard was given: {axes.names}."
             )
+
+
+def is_text(name: str) -> bool:
+    """Whether a name can be written as UTF-8, which half a surrogate pair cannot."""
+    return name == name.encode(errors="ignore").decode()

@@ -1,13 +1,15 @@
-"""How Orbax writes leaves that are stored padded or flattened, and reads all leaves.
+"""How Orbax writes and reads leaves, also those stored padded or flattened.
 
 In: stored arrays, and the shapes of their leaves. Out: arrays of the leaves' own shapes
 on disk, which any reader of Orbax checkpoints understands; and back. Every process
-writes and reads only what its devices hold.
+writes and reads only what its devices hold. Each chunk ends in a checksum, with which
+whoever reads it compares it.
 """
 
 import asyncio
+import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,13 +21,22 @@ from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals, Futur
 
 from shardfn._core import processes
 from shardfn.storage._boxes import Index, Shape, pieces
-from shardfn.storage._padded_leaves import OnHost, Uneven, copied
+from shardfn.storage._padded_leaves import OnDevices, OnHost, copied
 
 CHUNK_BYTES = 16 * 2**20
 """Largest chunk on disk: a reader that needs a part of a chunk holds all of it."""
 
 READS = 2
 """Slabs that are read at the same time, each of a chunk or CHUNK_BYTES."""
+
+CHECKSUM = [
+    {"name": "bytes", "configuration": {"endian": "little"}},
+    {"name": "crc32c"},
+]
+"""How zarr3 writes a chunk: as it is, and its checksum behind it."""
+
+WRITES = 32
+"""Leaves that are written at the same time."""
 
 CONTEXT = ts.Context(
     {"file_io_concurrency": {"limit": 8}, "data_copy_concurrency": {"limit": 4}}
@@ -37,13 +48,14 @@ CONTEXT = ts.Context(
 class StoredRestoreArgs(ocp.RestoreArgs):
     """What is to be read into a stored array: the leaf of `shape` into `stored`."""
 
-    restore_type: Any = Uneven
+    restore_type: Any = OnDevices
+    name: str = ""
     shape: Shape = ()
     stored: jax.ShapeDtypeStruct | None = None
 
 
-class UnevenHandler(ocp.type_handlers.NumpyHandler):
-    """Reads and writes `Uneven` leaves as arrays of the leaves' own shapes."""
+class LeafHandler(ocp.type_handlers.NumpyHandler):
+    """Reads and writes leaves as arrays of their own shapes."""
 
     async def serialize(
         self, values: Sequence[Any], infos: Sequence[Any], args: Any = None
@@ -51,25 +63,53 @@ class UnevenHandler(ocp.type_handlers.NumpyHandler):
         del args
         found = [copied(leaf) for leaf in values]
         return [
-            CommitFutureAwaitingContractedSignals(
-                _write(found, infos), name="uneven_leaves"
-            )
+            CommitFutureAwaitingContractedSignals(_write(found, infos), name="leaves")
         ]
 
     async def deserialize(
         self, infos: Sequence[Any], args: Sequence[Any] | None = None
     ) -> Sequence[Any]:
         assert args is not None
-        return [
-            await _read(spec, arg.shape, arg.stored)
-            for spec, arg in zip(_read_specs(infos), args, strict=True)
-        ]
+        read = []
+        for spec, arg in zip(_read_specs(infos), args, strict=True):
+            with _of_leaf(arg.name):
+                read.append(await _read(spec, arg.shape, arg.stored))
+        return read
+
+    async def metadata(
+        self, infos: Sequence[Any]
+    ) -> Sequence[ocp.metadata.ArrayMetadata]:
+        return await _metadata(infos)
+
+
+@contextlib.contextmanager
+def _of_leaf(name: str) -> Iterator[None]:
+    """Names the leaf in what TensorStore says of its files."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"leaf '{name}': {error}") from error
+
+
+async def _all(tasks: Iterable[Awaitable[Any]]) -> list[Any]:
+    """Waits for all, also if one fails: TensorStore goes on with the others."""
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
 
 
 async def _metadata(infos: Sequence[Any]) -> list[ocp.metadata.ArrayMetadata]:
     """Shapes and dtypes. Orbax's own handlers also turn each array's spec to JSON,
     which leaks 2 kB of host memory per array (see docs/language_model.md)."""
-    opening = [ts.open(s, open=True, context=CONTEXT) for s in _read_specs(infos)]
+
+    async def opened(info: Any, spec: ts.Spec) -> ts.TensorStore:
+        with _of_leaf(info.name):
+            return await ts.open(spec, open=True, context=CONTEXT)
+
+    specs = _read_specs(infos)
+    opening = [opened(info, s) for info, s in zip(infos, specs, strict=True)]
     return [
         ocp.metadata.ArrayMetadata(
             name=info.name,
@@ -78,7 +118,7 @@ async def _metadata(infos: Sequence[Any]) -> list[ocp.metadata.ArrayMetadata]:
             dtype=array.dtype.numpy_dtype,
             sharding=None,
         )
-        for info, array in zip(infos, await asyncio.gather(*opening), strict=True)
+        for info, array in zip(infos, await _all(opening), strict=True)
     ]
 
 
@@ -92,32 +132,42 @@ def _read_specs(infos: Sequence[Any]) -> Iterator[ts.Spec]:
 
 
 async def _write(leaves: Sequence[OnHost], infos: Sequence[Any]) -> None:
-    """Writes one leaf after the other, each from memory that is there already."""
-    for leaf, info in zip(leaves, infos, strict=True):
+    """Writes leaves from memory that is there already."""
+    for info in infos:
         await info.await_path_creation()
-        spec = ocp.type_handlers.get_json_tspec_write(
-            info,
-            use_ocdbt=True,
-            global_shape=leaf.shape,
-            local_shape=leaf.chunk,
-            dtype=leaf.dtype,
-            **processes.own_directory(),
-            arg=ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES),
-        )
+    limit = asyncio.Semaphore(WRITES)
+    both = zip(leaves, infos, strict=True)
+    await _all(_write_leaf(leaf, info, limit) for leaf, info in both)
+
+
+async def _write_leaf(leaf: OnHost, info: Any, limit: asyncio.Semaphore) -> None:
+    async with limit:
+        spec = ts.Spec(_write_spec(leaf, info))
         # One process writes the array's metadata; the others know it from `spec`.
         if processes.index() == 0:
-            await ts.open(
-                ts.Spec(spec), create=True, open=True, context=info.ts_context
-            )
+            await ts.open(spec, create=True, open=True, context=info.ts_context)
         array = await ts.open(
-            ts.Spec(spec), open=True, assume_metadata=True, context=info.ts_context
+            spec, open=True, assume_metadata=True, context=info.ts_context
         )
-        await asyncio.gather(
-            *(
-                array[box].write(values, can_reference_source_data_indefinitely=True)
-                for box, values in leaf.boxes
-            )
+        await _all(
+            array[box].write(values, can_reference_source_data_indefinitely=True)
+            for box, values in leaf.boxes
         )
+
+
+def _write_spec(leaf: OnHost, info: Any) -> dict[str, Any]:
+    """Orbax's own spec, but for the codecs."""
+    spec = ocp.type_handlers.get_json_tspec_write(
+        info,
+        use_ocdbt=True,
+        global_shape=leaf.shape,
+        local_shape=leaf.chunk,
+        dtype=leaf.dtype,
+        **processes.own_directory(),
+        arg=ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES),
+    )
+    spec["metadata"]["codecs"] = CHECKSUM
+    return spec
 
 
 async def _read(spec: ts.Spec, shape: Shape, stored: jax.ShapeDtypeStruct) -> jax.Array:
@@ -158,7 +208,7 @@ async def _block(
             skip = piece.box[0].start if rows else 0
             part = tuple(slice(r.start - skip, r.stop - skip) for r in rows)
             reads.append(read(into[(*part, ...)], (*rows, *piece.box[len(rows) :])))
-    await asyncio.gather(*reads)
+    await _all(reads)
     return block
 
 
@@ -178,13 +228,12 @@ def _slabs(box: Index, array: ts.TensorStore, nbytes: int) -> Iterator[Index]:
 
 
 def registry() -> ocp.type_handlers.TypeHandlerRegistry:
-    """Orbax's own type handlers, but for metadata of arrays, and the one for uneven
-    leaves."""
+    """Orbax's own type handlers, but for metadata of arrays, and the one for leaves."""
     known = ocp.type_handlers
     handlers = {t: known.get_type_handler(t) for t in known.supported_types()}
     for kind in (jax.Array, np.ndarray):
         handlers[kind] = copy.copy(handlers[kind])
         handlers[kind].metadata = _metadata
     return known.create_type_handler_registry(
-        *handlers.items(), (Uneven, UnevenHandler())
+        *handlers.items(), (OnDevices, LeafHandler())
     )

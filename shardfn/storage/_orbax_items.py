@@ -15,12 +15,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
+import tensorstore as ts
 from etils import epath
 
 from shardfn._core import compat, processes
 from shardfn._core.leaves import Leaf
 from shardfn.storage._orbax_handler import StoredRestoreArgs, registry
-from shardfn.storage._padded_leaves import uneven
+from shardfn.storage._padded_leaves import on_devices
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ def _words(shape: tuple[int, ...], dtype: Any) -> Saved:
 def handler() -> ocp.PyTreeCheckpointHandler:
     """Without compression no chunk is copied to be written: weights hardly compress."""
     return ocp.PyTreeCheckpointHandler(
-        use_compression=False, type_handler_registry=registry()
+        use_compression=False, use_zarr3=True, type_handler_registry=registry()
     )
 
 
@@ -61,8 +62,20 @@ def has_values(leaf: Leaf) -> bool:
     return 0 not in leaf.aval.shape
 
 
-def differences(leaves: Sequence[Leaf], saved: Mapping[str, Saved]) -> list[str]:
-    """A line for every leaf that is not the same in a checkpoint and in a state."""
+def is_known(dtype: Any) -> bool:
+    """Whether TensorStore has a dtype."""
+    try:
+        ts.dtype(dtype)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def differences(
+    leaves: Sequence[Leaf], saved: Mapping[str, Saved], keys: Mapping[str, str]
+) -> list[str]:
+    """A line for every leaf that is not the same in a checkpoint and in a state; `keys`
+    are the dtypes of the PRNG keys that were saved."""
     wanted = {leaf.name: on_disk(leaf.aval) for leaf in leaves if has_values(leaf)}
     missing = [f"missing: '{k}' {v}" for k, v in wanted.items() if k not in saved]
     extra = [f"in it only: '{k}' {v}" for k, v in saved.items() if k not in wanted]
@@ -70,6 +83,17 @@ def differences(leaves: Sequence[Leaf], saved: Mapping[str, Saved]) -> list[str]
         f"different: '{k}' is {saved[k]}, and {v} in the state"
         for k, v in wanted.items()
         if k in saved and saved[k] != v
+    ]
+    kinds = {
+        leaf.name: str(leaf.aval.dtype)
+        for leaf in leaves
+        if leaf.name in saved and compat.is_key(leaf.aval.dtype)
+    }
+    other += [
+        f"different: '{k}' is of dtype {keys.get(k)}, and of {kinds.get(k)} in the "
+        "state"
+        for k in sorted({*kinds, *keys})
+        if k in wanted and keys.get(k) != kinds.get(k)
     ]
     return [*missing, *extra, *other]
 
@@ -99,25 +123,27 @@ def empty(target: jax.ShapeDtypeStruct) -> jax.Array:
 
 def values(arrays: Sequence[jax.Array], leaves: Sequence[Leaf]) -> list[Any]:
     """What Orbax is given to write for each leaf."""
-    shapes = [leaf.aval.shape for leaf in leaves]
-    odd = [i for i, x in enumerate(arrays) if x.shape != shapes[i]]
-    made = uneven([arrays[i] for i in odd], [shapes[i] for i in odd])
-    values: list[Any] = [
-        x if has_values(leaf) else None for x, leaf in zip(arrays, leaves, strict=True)
-    ]
-    for i, leaf in zip(odd, made, strict=True):
-        values[i] = leaf
-    return values
+    both = list(zip(arrays, leaves, strict=True))
+    words = [_in_words(x) for x, leaf in both if has_values(leaf)]
+    shapes = [on_disk(leaf.aval).shape for leaf in leaves if has_values(leaf)]
+    made = iter(on_devices(words, shapes))
+    return [next(made) if has_values(leaf) else None for leaf in leaves]
 
 
-def restore_args(leaf: Leaf, target: jax.ShapeDtypeStruct) -> ocp.RestoreArgs:
+def _in_words(x: jax.Array) -> jax.Array:
+    return jax.random.key_data(x) if compat.is_key(x.dtype) else x
+
+
+def restore_args(leaf: Leaf, target: jax.ShapeDtypeStruct) -> StoredRestoreArgs:
     """What tells Orbax how a leaf is read into the array that stores it."""
-    if not compat.is_key(target.dtype):
-        return StoredRestoreArgs(
-            dtype=target.dtype, shape=leaf.aval.shape, stored=target
+    saved = on_disk(leaf.aval)
+    if compat.is_key(target.dtype):
+        target = jax.ShapeDtypeStruct(
+            saved.shape, saved.dtype, sharding=target.sharding
         )
-    # Orbax knows from the checkpoint that these words are PRNG keys.
-    return ocp.ArrayRestoreArgs(restore_type=jax.Array, sharding=target.sharding)
+    return StoredRestoreArgs(
+        dtype=target.dtype, name=leaf.name, shape=saved.shape, stored=target
+    )
 
 
 def read(
@@ -137,7 +163,29 @@ def read(
         restored = reader.restore(
             directory, args=ocp.args.PyTreeRestore(item, restore_args=given)
         )
-    return jax.tree.leaves(restored)
+    targets = [target for leaf, target in both if has_values(leaf)]
+    found = zip(jax.tree.leaves(restored), targets, strict=True)
+    return [
+        jax.random.wrap_key_data(x, impl=_implementation(target.dtype))
+        if compat.is_key(target.dtype)
+        else x
+        for x, target in found
+    ]
+
+
+@functools.cache
+def _implementation(dtype: Any) -> Any:
+    """Of PRNG keys; JAX tells it of arrays only."""
+    found: list[Any] = []
+    key = jax.ShapeDtypeStruct((), dtype)
+    jax.eval_shape(lambda k: found.append(jax.random.key_impl(k)), key)
+    return found[0]
+
+
+def read_step(directory: epath.Path) -> None:
+    """Raises what Orbax raises of the file in which it notes when it has written."""
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+        reader.metadata(directory)
 
 
 def manager_options(

@@ -1,4 +1,4 @@
-"""Leaves that are stored padded or flattened, as boxes of their own shapes.
+"""Leaves, also those stored padded or flattened, as boxes of their own shapes.
 
 In: stored arrays, and the shapes of their leaves. Out: the boxes of each leaf that this
 process writes, copied to host memory; shards of flattened leaves first send less than
@@ -20,11 +20,11 @@ from shardfn.storage._boxes import Chunks, Index, Piece, Shape, chunks_of, piece
 
 
 @dataclass(eq=False, slots=True)
-class Uneven:
-    """A leaf whose stored array has another shape than the leaf.
+class OnDevices:
+    """A leaf that is to be written.
 
     Attributes:
-      array: the stored array.
+      array: the stored array, which may have another shape than the leaf.
       shape: shape of the leaf.
       chunks: how it is cut on disk, if it is stored flattened.
       halo: per shard, the first elements of the next one; None if none are needed.
@@ -36,11 +36,11 @@ class Uneven:
     halo: jax.Array | None = None
 
 
-def uneven(arrays: Sequence[jax.Array], shapes: Sequence[Shape]) -> list[Uneven]:
+def on_devices(arrays: Sequence[jax.Array], shapes: Sequence[Shape]) -> list[OnDevices]:
     """Makes stored arrays ready to be written; all processes call it together.
 
     Args:
-      arrays: stored arrays whose shapes are not their leaves'.
+      arrays: stored arrays.
       shapes: the leaves' shapes.
 
     Returns:
@@ -48,7 +48,7 @@ def uneven(arrays: Sequence[jax.Array], shapes: Sequence[Shape]) -> list[Uneven]
       elements to their neighbour.
     """
     found = [
-        Uneven(x, shape, _chunks(x, shape))
+        OnDevices(x, shape, _chunks(x, shape))
         for x, shape in zip(arrays, shapes, strict=True)
     ]
     for leaf in found:
@@ -95,7 +95,7 @@ class OnHost:
     boxes: tuple[tuple[Index, np.ndarray], ...]
 
 
-def copied(leaf: Uneven) -> OnHost:
+def copied(leaf: OnDevices) -> OnHost:
     """The boxes that this process writes; of replicas, the first."""
     x = leaf.array
     shards = [s for s in x.addressable_shards if s.replica_id == 0]

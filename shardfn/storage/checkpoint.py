@@ -21,8 +21,8 @@ from jax.sharding import SingleDeviceSharding
 from shardfn._core import compat, processes
 from shardfn._core.errors import call_site
 from shardfn._core.leaves import Leaf, path_name
-from shardfn.storage import _write_failures
-from shardfn.storage._leaves import leaves_of
+from shardfn.storage import _damage, _write_failures
+from shardfn.storage._leaves import is_text, leaves_of
 from shardfn.storage._orbax_handler import CHUNK_BYTES
 from shardfn.storage._orbax_items import (
     Saved,
@@ -30,9 +30,12 @@ from shardfn.storage._orbax_items import (
     empty,
     handler,
     has_values,
+    is_known,
     manager_options,
     not_json,
+    on_disk,
     read,
+    read_step,
     values,
 )
 from shardfn.storage._placement import HasStorage
@@ -45,6 +48,18 @@ class CheckpointError(ValueError):
     """A checkpoint cannot be written, or does not fit the state to be restored."""
 
 
+class DamagedCheckpointError(CheckpointError):
+    """The files of a checkpoint are not what was written; an older one's may be.
+
+    Attributes:
+      number: the checkpoint's number; None if only another process knows it.
+    """
+
+    def __init__(self, message: str, number: int | None) -> None:
+        super().__init__(message)
+        self.number = number
+
+
 class Checkpoints:
     """The checkpoints of one training run: an Orbax `CheckpointManager` for a state
     that a sharded step stores.
@@ -53,7 +68,8 @@ class Checkpoints:
     complete. Each process writes the shards of its own devices, without gathering any:
     it needs one copy of them in host memory, until they are written. A leaf is on disk
     in its own shape and dtype, however it is stored, so that the checkpoint can be
-    restored onto any mesh, and read without shardfn.
+    restored onto any mesh, and read without shardfn. What is read is compared with
+    checksums that were written.
 
     Args:
       directory: absolute path, or `gs://...`; made if it is not there.
@@ -63,6 +79,8 @@ class Checkpoints:
 
     Raises:
       ValueError: `directory` is not absolute.
+      DamagedCheckpointError: what says of a checkpoint when it was written is not what
+        was written; move that checkpoint away.
 
     Example:
       >>> import tempfile, jax, jax.numpy as jnp, shardfn
@@ -99,11 +117,17 @@ class Checkpoints:
         self._failures: list[Exception] = []
         watched = handler()
         _write_failures.watch(watched, self._failures)
-        self._manager = ocp.CheckpointManager(
-            self.directory,
-            options=manager_options(options, self.directory, self._group),
-            item_handlers={ITEM: watched},
-        )
+        options = manager_options(options, self.directory, self._group)
+        with _in_all_processes("opened the checkpoints", self._group):
+            try:
+                self._manager = ocp.CheckpointManager(
+                    self.directory, options=options, item_handlers={ITEM: watched}
+                )
+            except (TypeError, ValueError):  # Orbax reads a file of each
+                for number in self._numbers_on_disk():
+                    with self._intact(number):
+                        read_step(self._path(number))
+                raise
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -144,22 +168,13 @@ class Checkpoints:
             state have the same path, or JSON cannot hold `extra`; nothing is written.
           Exception: what went wrong while an earlier checkpoint was written.
         """
-        self.wait()
-        if found := not_json(dict(extra or {}), "extra"):
-            raise CheckpointError(
-                f"{found[0]} is {found[1]}, which JSON cannot hold.\n"
-                f"  save was called at {call_site()}\n"
-                "Pass float(...) or int(...) of a number, .tolist() of an array."
-            )
-        if number in self.numbers:
-            raise CheckpointError(
-                f"there is a checkpoint {number} in {self.directory} already.\n"
-                f"  save was called at {call_site()}\n"
-                "Give the new one another number, or delete the old one."
-            )
-        arrays, leaves, treedef = self._stored(state)
-        _check_names(leaves)
-        item = jax.tree.unflatten(treedef, values(arrays, leaves))[0]
+        with _in_all_processes(f"begun to save {number}", self._group):
+            self.wait()
+            self._check_number(number)
+            _check_extra(extra or {})
+            arrays, leaves, treedef = self._stored(state)
+            _check_leaves(leaves)
+            item = jax.tree.unflatten(treedef, values(arrays, leaves))[0]
         chunked = ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES)
         args = ocp.args.PyTreeSave(
             item, save_args=jax.tree.map(lambda _: chunked, item)
@@ -167,7 +182,7 @@ class Checkpoints:
         self._manager.save(
             number,
             args=ocp.args.Composite(**{ITEM: args}),
-            custom_metadata=dict(extra or {}),
+            custom_metadata=_damage.record(extra or {}, leaves),
             force=True,
         )
         self._writing = number
@@ -190,19 +205,23 @@ class Checkpoints:
 
         Raises:
           FileNotFoundError: there is no such checkpoint.
+          DamagedCheckpointError: a file is missing, cut off, or has other bits than
+            were written; it names the leaf. Every process raises it, also if only
+            another one reads that file.
           CheckpointError: leaves are missing from the checkpoint, are in the checkpoint
             only, or have another shape or dtype; it lists them by path. Or another
-            process cannot read its part.
-          Exception: whatever Orbax raises for files that are cut off or missing.
+            process cannot read its part for want of memory, permission or network.
+          Exception: what this process cannot read for such a reason.
         """
-        self.wait()
-        number = self._found(number)
-        leaves, treedef, targets = self._targets(like)
-        name = f"checkpoint {number} in {self.directory}"
-        with _in_all_processes(name, self._group):
-            _check_fit(leaves, self._saved(number), name)
-            where = self.directory / str(number) / ITEM
-            found = read(where, leaves, targets, treedef)[::-1]
+        at = "the latest checkpoint" if number is None else f"checkpoint {number}"
+        with _in_all_processes(f"read {at}", self._group):
+            self.wait()
+            number = self._found(number)
+            leaves, treedef, targets = self._targets(like)
+            with self._intact(number):
+                self._check_fit(leaves, number)
+                where = self._path(number) / ITEM
+                found = read(where, leaves, targets, treedef)[::-1]
         arrays = []
         for leaf, target in zip(leaves, targets, strict=True):
             x = found.pop() if has_values(leaf) else empty(target)
@@ -222,8 +241,11 @@ class Checkpoints:
 
         Raises:
           FileNotFoundError: there is no such checkpoint.
+          DamagedCheckpointError: it is not what `save` has written.
         """
-        return dict(self._manager.metadata(self._found(number)).custom_metadata)
+        number = self._found(number)
+        with self._intact(number):
+            return self._record(number)["extra"]
 
     def wait(self) -> None:
         """Waits until no checkpoint is being written.
@@ -250,6 +272,14 @@ class Checkpoints:
         """
         if processes.count() == 1 or not self._failures:
             self._manager.close()
+
+    def _check_number(self, number: int) -> None:
+        if number in self.numbers:
+            raise CheckpointError(
+                f"there is a checkpoint {number} in {self.directory} already.\n"
+                f"  save was called at {call_site()}\n"
+                "Give the new one another number, or delete the old one."
+            )
 
     def _found(self, number: int | None) -> int:
         numbers = self.numbers
@@ -288,17 +318,65 @@ class Checkpoints:
         ]
         return leaves, treedef, avals
 
-    def _saved(self, number: int) -> dict[str, Saved]:
-        """What the checkpoint holds, by path."""
-        metadata = handler().metadata(self.directory / str(number) / ITEM)
+    def _numbers_on_disk(self) -> list[int]:
+        there = self.directory.iterdir() if self.directory.is_dir() else ()
+        return sorted(int(path.name) for path in there if path.name.isdigit())
+
+    @contextlib.contextmanager
+    def _intact(self, number: int) -> Iterator[None]:
+        """Tells damaged files from what another attempt may not meet."""
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except Exception as error:
+            if (reason := _damage.damage(error)) is None:
+                raise
+            raise DamagedCheckpointError(
+                f"checkpoint {number} in {self.directory} is damaged: {reason}\n"
+                f"  it was read at {call_site()}\n"
+                "Restore an older checkpoint, in every process.",
+                number,
+            ) from error
+
+    def _record(self, number: int) -> dict[str, Any]:
+        return _damage.checked((self._path(number) / _damage.FILE).read_bytes())
+
+    def _check_fit(self, leaves: Sequence[Leaf], number: int) -> None:
+        """Lists every leaf that is not the same in the checkpoint and in the state."""
+        metadata = handler().metadata(self._path(number) / ITEM)
         flat, _ = jax.tree_util.tree_flatten_with_path(metadata.tree)
-        return {
+        saved = {
             path_name(path): Saved(tuple(x.shape), jnp.dtype(x.dtype))
             for path, x in flat
         }
+        record = self._record(number)
+        if _damage.checksum_of(saved) != record["leaves"]:
+            raise _damage.DamagedError(f"the list of leaves in {ITEM} is not the saved")
+        if lines := differences(leaves, saved, record["keys"]):
+            raise CheckpointError(
+                f"checkpoint {number} in {self.directory} does not fit the state:\n    "
+                + "\n    ".join(lines)
+                + f"\n  restore was called at {call_site()}\n"
+                "Restore into a state of the form that was saved, and change it "
+                "afterwards."
+            )
+
+    def _path(self, number: int) -> epath.Path:
+        return self.directory / str(number)
 
 
-def _check_names(leaves: Sequence[Leaf]) -> None:
+def _check_extra(extra: Mapping[str, Any]) -> None:
+    if found := not_json(dict(extra), "extra"):
+        raise CheckpointError(
+            f"{found[0]} is {found[1]}, which JSON cannot hold.\n"
+            f"  save was called at {call_site()}\n"
+            "Pass float(...) or int(...) of a number, .tolist() of an array."
+        )
+
+
+def _check_leaves(leaves: Sequence[Leaf]) -> None:
+    """Refuses what has no name or no dtype on disk."""
     names = Counter(leaf.name.replace("/", ".") for leaf in leaves)
     for leaf in leaves:
         if names[leaf.name.replace("/", ".")] > 1:
@@ -307,30 +385,32 @@ def _check_names(leaves: Sequence[Leaf]) -> None:
                 f"stands between keys.\n  save was called at {call_site()}\n"
                 "Rename a key of the state, such as one that has a '.' or '/' in it."
             )
+        if has_values(leaf) and not is_known(dtype := on_disk(leaf.aval).dtype):
+            raise CheckpointError(
+                f"state leaf '{leaf.name}' is {dtype.name}, which TensorStore cannot "
+                f"write.\n  save was called at {call_site()}\n"
+                "Cast it in the state, such as to int8 or float8_e4m3fn."
+            )
+        if not is_text(leaf.name):
+            raise CheckpointError(
+                f"state leaf {leaf.name!a} has a name that is no Unicode text: half of "
+                f"a surrogate pair.\n  save was called at {call_site()}\n"
+                "Rename that key of the state."
+            )
 
 
 @contextlib.contextmanager
-def _in_all_processes(name: str, group: Sequence[int] | None) -> Iterator[None]:
-    """What one process cannot read, all do not: they go on together, or not at all."""
+def _in_all_processes(done: str, group: Sequence[int] | None) -> Iterator[None]:
+    """What one process cannot do, all do not: they go on together, or not at all."""
     try:
-        yield
-    except Exception as error:
-        processes.failed_elsewhere(f"{type(error).__name__}: {error}", group)
-        raise
-    if found := processes.failed_elsewhere(None, group):
-        raise CheckpointError(
-            f"process {found[0]} cannot read its part of {name}:\n    {found[1]}\n"
-            f"  restore was called at {call_site()}\n"
-            "Restore an older checkpoint, in every process."
+        with processes.meeting(done, group):
+            yield
+    except processes.ElsewhereError as error:
+        message = (
+            f"process {error.process} has not {done}:\n    {error.reason}\n"
+            f"  this one called shardfn at {call_site()}\n"
+            "What one process cannot do, none does: see to that one first."
         )
-
-
-def _check_fit(leaves: Sequence[Leaf], saved: Mapping[str, Saved], where: str) -> None:
-    """Lists every leaf that is not the same in the checkpoint and in the state."""
-    if lines := differences(leaves, saved):
-        raise CheckpointError(
-            f"{where} does not fit the state:\n    "
-            + "\n    ".join(lines)
-            + f"\n  restore was called at {call_site()}\n"
-            "Restore into a state of the form that was saved, and change it afterwards."
-        )
+        if error.kind == DamagedCheckpointError.__name__:
+            raise DamagedCheckpointError(message, None) from None
+        raise CheckpointError(message) from None

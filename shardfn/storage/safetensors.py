@@ -12,6 +12,7 @@ https://huggingface.co/docs/safetensors/index#format
 import json
 import math
 import os
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from shardfn._core import compat, processes
 from shardfn._core.errors import call_site
 from shardfn._core.leaves import Leaf, leaf_name
 from shardfn.storage._boxes import Index, pieces
-from shardfn.storage._leaves import leaves_of
+from shardfn.storage._leaves import is_text, leaves_of
 from shardfn.storage._placement import HasStorage
 
 DTYPES = {
@@ -105,8 +106,10 @@ def write_safetensors(
       The names in the file, as they follow each other in it.
 
     Raises:
-      ExportError: two leaves have one name, or a dtype is not among `DTYPES`.
-      OSError: the file cannot be written, in process 0.
+      ExportError: two leaves have one name, a name is none that the format has, or a
+        dtype is not among `DTYPES`.
+      OSError: the file cannot be written, in process 0; then others raise
+        `ShardingError`.
 
     Example:
       >>> import tempfile, jax, jax.numpy as jnp, shardfn
@@ -121,11 +124,13 @@ def write_safetensors(
       ['layer.kernel'] [0. 1. 2. 3. 4.]
     """
     tensors = _tensors(state, step, names)
-    if processes.index() == 0:
-        _write(Path(path), tensors, metadata or {})
-    else:
-        for tensor in tensors:
-            _whole(tensor)
+    group = None if step is None else processes.of(step.mesh.devices.flat)
+    with processes.meeting(f"written its part of {path}", group):
+        if processes.index() == 0:
+            _write(Path(path), tensors, metadata or {})
+        else:
+            for tensor in tensors:
+                _whole(tensor)
     return [tensor.name for tensor in tensors]
 
 
@@ -147,6 +152,13 @@ def _tensors(
                 f"two leaves of the state would be called '{name}' in the file.\n"
                 f"  write_safetensors was called at {call_site()}\n"
                 "Pass names=, a function that gives each path a name of its own."
+            )
+        if name == "__metadata__" or not is_text(name):
+            raise ExportError(
+                f"state leaf {leaf_name(leaf.path)!a} would be called {name!a} in the "
+                f"file, which no reader takes.\n"
+                f"  write_safetensors was called at {call_site()}\n"
+                "Pass names=, a function that gives it another name, or None."
             )
         found[name] = _tensor(name, leaf, x)
     return sorted(found.values(), key=lambda t: (-t.dtype.itemsize, t.name))
@@ -187,16 +199,17 @@ def _header(tensors: Sequence[_Tensor], metadata: Mapping[str, str]) -> bytes:
 def _write(path: Path, tensors: Sequence[_Tensor], metadata: Mapping[str, str]) -> None:
     """Writes what there is to write; after an error it still takes part in putting
     leaves together, for the other processes."""
-    partial = path.with_name(f".{path.name}.partial")
+    # No other writer has this name, and no link is there.
+    partial = path.with_name(f".{secrets.token_hex(8)}.partial")
     rest = iter(tensors)
     try:
-        with partial.open("wb") as file:
+        with partial.open("xb") as file:
             file.write(_header(tensors, metadata))
             for tensor in rest:
                 # Not by a name, which would keep it while the next is made.
                 _whole(tensor).reshape(-1).view(np.uint8).tofile(file)
         partial.replace(path)
-    except OSError:
+    except Exception:
         for tensor in rest if processes.count() > 1 else ():
             _whole(tensor)
         raise

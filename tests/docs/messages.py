@@ -15,6 +15,7 @@ ROOT = Path(shardfn.__file__).parent
 PLACE = "…"
 # Messages that another function returns.
 RETURNED = {
+    "ShardingError(found['late'])": ("process … has …, and process … has not in … s."),
     "ImportError(reason)": (
         "compiling for … needs the package …, which is not installed."
     ),
@@ -64,7 +65,9 @@ def _collapse(found: re.Match[str]) -> str:
 
 def _is_seen(call: ast.Call, path: Path) -> bool:
     match call.func:
-        case ast.Name(id="ShardingError") | ast.Attribute(attr="warn"):
+        case (
+            ast.Name(id="ShardingError" | "ElsewhereError") | ast.Attribute(attr="warn")
+        ):
             return bool(call.args)
         case ast.Name(id=name):
             is_error = name.endswith(("Error", "Warning")) and name != "AssertionError"

@@ -14,15 +14,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 from config import Config, ConfigError
 from metrics import Metrics
-from saving import SaveError, check_same, complete, is_of_files
+from saving import SaveError, check_same, complete
 from train import main
 
-from shardfn.storage.checkpoint import CheckpointError, Checkpoints
+from shardfn.storage.checkpoint import Checkpoints
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "lm_pretrain" / "train.py"
@@ -158,32 +157,6 @@ def test_an_older_checkpoint_is_used_if_one_is_cut_off(saving, monkeypatch, caps
     (folder / "7.orbax-checkpoint-tmp").mkdir()  # as of a save that was killed
     with pytest.raises(SaveError, match="none of the checkpoints"):
         check_same(saving, folder.parent)
-
-
-@pytest.mark.parametrize(
-    "error, of_files",
-    [
-        (FileNotFoundError("no such file"), True),
-        (ValueError("DATA_LOSS: Error reading local file"), True),
-        (
-            CheckpointError("process 1 cannot read its part of x:\n    ValueError: y"),
-            True,
-        ),
-        (json.JSONDecodeError("Expecting value", "", 0), True),
-        (MemoryError(), False),
-        (PermissionError(13, "Permission denied"), False),
-        (OSError(5, "Input/output error"), False),
-        (ValueError("RESOURCE_EXHAUSTED: Too many open files"), False),
-        (
-            CheckpointError("process 1 cannot read its part of x:\n    OSError: y"),
-            False,
-        ),
-        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"), False),
-    ],
-    ids=repr,
-)
-def test_only_bad_files_set_a_checkpoint_aside(error, of_files):
-    assert is_of_files(error) == of_files
 
 
 def test_a_run_goes_on_with_the_choices_and_the_text_that_it_began_with(saving, text):

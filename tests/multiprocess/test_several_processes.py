@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ def test_they_compute_what_one_device_does(count: int, tmp_path: Path) -> None:
     assert last == "cut off", "only this one cannot read, and none goes on"
     for refusal in others:
         assert refusal.splitlines()[:2] == [
-            f"process {count - 1} cannot read its part of checkpoint 1 in {tmp_path}:",
+            f"process {count - 1} has not read the latest checkpoint:",
             "    OSError: cut off",
         ]
     sums = {k: float(jnp.abs(second[k]).sum()) for k in ("flat", "long")}
@@ -112,18 +113,119 @@ def test_processes_that_differ_say_so(tmp_path: Path) -> None:
 
 def test_one_that_does_not_come_is_not_waited_for_in_vain(monkeypatch) -> None:
     class Alone:
-        def wait_at_barrier(self, name: str, milliseconds: int) -> None:
-            raise TimeoutError(name)
+        said: dict[str, str] = {}
+
+        def blocking_key_value_get(self, key: str, milliseconds: int) -> str:
+            raise RuntimeError("DEADLINE_EXCEEDED: GetKeyValue() timed out")
+
+        def key_value_set(self, key: str, text: str) -> None:
+            self.said[key] = text
+
+        def key_value_delete(self, key: str) -> None:
+            pass
 
     monkeypatch.setattr(processes, "count", lambda: 2)
+    monkeypatch.setattr(processes, "_often", Counter())
     monkeypatch.setattr(compat, "distributed_client", Alone)
     with pytest.raises(ShardingError) as error:
         processes.meet("compiled the step")
     first, *_, last = str(error.value).splitlines()
-    assert first == (
-        "process 0 has compiled the step, and another one has not in 600 s."
-    )
+    assert first == ("process 0 has compiled the step, and process 1 has not in 600 s.")
+    told = json.loads(Alone.said["shardfn/met/0-1/1/0"])
+    assert told["late"] == str(error.value), "others that wait are told the same"
     assert last.startswith("Every process has to call the same steps in the same order")
+
+
+class Board:
+    """What processes tell each other, of which each is a thread here."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, str] = {}
+        self.changed = threading.Condition()
+
+    def key_value_set(self, key: str, text: str) -> None:
+        with self.changed:
+            self.texts[key] = text
+            self.changed.notify_all()
+
+    def blocking_key_value_get(self, key: str, milliseconds: int) -> str:
+        with self.changed:
+            if not self.changed.wait_for(lambda: key in self.texts, 20):
+                raise RuntimeError("DEADLINE_EXCEEDED")
+            return self.texts[key]
+
+    def key_value_delete(self, key: str) -> None:
+        self.texts = {k: v for k, v in self.texts.items() if not k.startswith(key)}
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+@pytest.mark.parametrize("kind", ["raises", "leaves out", "differs"])
+def test_who_raises_all_do(kind: str, failing: int, monkeypatch) -> None:
+    """One of three raises between two meetings, or goes on from an error of its own
+    and comes to the next meeting, or says something else: all are told at once, and
+    meet again afterwards."""
+    board, here = Board(), threading.local()
+    monkeypatch.setattr(compat, "distributed_client", lambda: board)
+    monkeypatch.setattr(processes, "count", lambda: 3)
+    monkeypatch.setattr(processes, "index", lambda: here.index)
+    counts = [Counter() for _ in range(3)]
+    found: dict[int, list[str]] = {i: [] for i in range(3)}
+
+    class Own:  # what a process of its own would have
+        def __getitem__(self, key: str) -> int:
+            return counts[here.index][key]
+
+        def __setitem__(self, key: str, value: int) -> None:
+            counts[here.index][key] = value
+
+    monkeypatch.setattr(processes, "_often", Own())
+
+    def meet(is_odd: bool) -> None:
+        if kind == "raises":
+            with processes.meeting("read"):
+                if is_odd:
+                    raise OSError("cut off")
+        elif kind == "leaves out":
+            processes.meet("saved" if is_odd else "read")
+        else:
+            processes.assert_same("seeds", f"a\nseed {int(is_odd)}")
+
+    def run(index: int) -> None:
+        here.index = index
+        for is_odd in (False, index == failing, False):
+            try:
+                meet(is_odd)
+                found[index].append("well")
+            except (OSError, ShardingError) as error:
+                found[index].append(str(error))
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for index, (before, text, after) in found.items():
+        assert (before, after) == ("well", "well")
+        if kind == "raises" and index == failing:
+            assert text == "cut off"
+        elif kind == "raises":
+            lines = text.splitlines()
+            assert lines[0] == (
+                f"process {failing} has failed, and process {index} has read:"
+            )
+            assert lines[1] == "    OSError: cut off"
+        elif kind == "leaves out":
+            odd = failing or 1  # the first one is taken for right
+            one, other = ("saved", "read") if failing == 0 else ("read", "saved")
+            first = f"process 0 has {one}, and process {odd} has {other}."
+            assert text.splitlines()[0] == first
+        else:
+            assert "have different seeds:" in text
+            assert {"-seed 0", "+seed 1"} <= set(text.split("\n    ")) or {
+                "-seed 1",
+                "+seed 0",
+            } <= set(text.split("\n    "))
+    assert len(board.texts) <= 8, "of the last meetings only"
 
 
 def test_a_write_that_fails_ends_the_wait_for_the_others() -> None:

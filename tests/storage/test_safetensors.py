@@ -15,6 +15,7 @@ import pytest
 from safetensors import deserialize, safe_open
 
 import shardfn
+from shardfn.storage import safetensors
 from shardfn.storage.safetensors import DTYPES, ExportError, write_safetensors
 
 SHAPES = {
@@ -131,7 +132,42 @@ def test_what_cannot_be_written(tmp_path) -> None:
         "state leaf 'w/small' is int4, which safetensors files cannot hold."
     )
     assert advice == "Cast it in the state, or pass names= that gives None for it."
+    for name in ("__metadata__", "\ud800"):
+        with pytest.raises(ExportError) as error:
+            write_safetensors(tmp_path / "a", {name: jnp.ones(2), "b": jnp.ones(2)})
+        first, where, advice = str(error.value).splitlines()
+        assert first == (
+            f"state leaf {name!a} would be called {name!a} in the file, which no "
+            "reader takes."
+        )
+        assert where.startswith("  write_safetensors was called at test_safetensors.py")
+        assert advice == (
+            "Pass names=, a function that gives it another name, or None."
+        )
     assert not list(tmp_path.iterdir())
+
+
+def test_writers_do_not_meet_and_follow_no_link(tmp_path, monkeypatch) -> None:
+    """Two write the same path, one while the other does; what other writers of that
+    path have left is not touched."""
+    path, victim = tmp_path / "model", tmp_path / "victim"
+    victim.write_text("kept")
+    (tmp_path / ".model.partial").symlink_to(victim)
+    path.symlink_to(victim)
+    header = safetensors._header
+
+    def meanwhile(tensors, metadata):
+        monkeypatch.setattr(safetensors, "_header", header)
+        write_safetensors(path, {"a": jnp.zeros(3)})
+        assert_file(path, {"a": np.zeros(3, np.float32)})
+        return header(tensors, metadata)
+
+    monkeypatch.setattr(safetensors, "_header", meanwhile)
+    write_safetensors(path, {"a": jnp.ones(3)})
+    assert_file(path, {"a": np.ones(3, np.float32)})
+    assert victim.read_text() == "kept" and not path.is_symlink()
+    names = sorted(p.name for p in tmp_path.iterdir())
+    assert names == [".model.partial", "model", "victim"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
