@@ -40,6 +40,8 @@ class OpShardingRule:
         reductions of every dimension).
       picks: the sums that `reduce` names have one term, on the device that holds the
         element, and zeros.
+      shifts: `(factor, rows)`: with the factor split, the operands that have it are
+        needed in blocks that begin so many rows earlier, around the ends.
     """
 
     operands: tuple[tuple[Dim, ...], ...]
@@ -50,6 +52,7 @@ class OpShardingRule:
     linear: tuple[frozenset[int], ...] = ()
     flat: bool = False
     picks: bool = False
+    shifts: tuple[tuple[str, int], ...] = ()
 
     def size(self, factor: str) -> int:
         """Elements of `factor`."""
@@ -94,7 +97,10 @@ class OpShardingRule:
         )
 
     def stands_alone(self, factor: str) -> bool:
-        """Whether no dimension mixes `factor` with others: its blocks may be padded."""
+        """Whether no dimension mixes `factor` with others, and no rows move along it:
+        its blocks may be padded."""
+        if factor in dict(self.shifts):
+            return False
         sizes = dict(self.sizes)
         return all(
             factor not in dim or all(f == factor or sizes[f] == 1 for f in dim)
@@ -113,6 +119,9 @@ class OpShardingRule:
             text += f"  reduce={{{', '.join(names)}}}"
         if self.whole:
             text += f"  whole={{{', '.join(sorted(self.whole))}}}"
+        if self.shifts:
+            names = (f"{f}: {rows}" for f, rows in self.shifts)
+            text += f"  shift={{{', '.join(names)}}}"
         return text.strip()
 
 
@@ -150,6 +159,7 @@ def make_rule(
     linear: str | Iterable[Iterable[int]] = (),
     flat: bool = False,
     picks: bool = False,
+    shifts: Mapping[str, int] | None = None,
 ) -> OpShardingRule:
     """Builds the rule of `eqn`, filling in factor sizes from its shapes.
 
@@ -165,6 +175,7 @@ def make_rule(
         whose dtypes cannot be summed, such as booleans and keys, are left out.
       flat: whether blocks of the flattened operands give blocks of flattened results.
       picks: whether `reduce` sums one term with zeros: bits then stay as they are.
+      shifts: how many rows before its own the blocks of a factor have to begin.
 
     Returns:
       The frozen rule.
@@ -187,6 +198,7 @@ def make_rule(
         linear=tuple(g for g in _groups(linear, len(norm[0])) if _can_sum(eqn, g)),
         flat=flat,
         picks=picks,
+        shifts=tuple((shifts or {}).items()),
     )
 
 

@@ -268,7 +268,7 @@ def communicating_moves(step: Reshard, axes: Axes) -> Iterator[WireMove]:
         if op in COMMUNICATES and axes.sizes[axis] > 1:
             elements = move_elements(before, after, step.part_shape, axes)
             sent = wire_elements(before, after, step.part_shape, axes) * step.itemsize
-            devices = devices_of(before, after, axes)
+            devices = devices_of(before, after, step.part_shape, axes)
             state = before[axis]
             reduces = state.op if isinstance(state, Unreduced) else ""
             yield WireMove(

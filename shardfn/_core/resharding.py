@@ -7,9 +7,11 @@ differ on one mesh axis; each step of it is one move, and `move_of` names it.
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from shardfn._core.sharding import (
     Axes,
+    AxisSharding,
     Sharding,
     Split,
     Unreduced,
@@ -29,6 +31,7 @@ COMMUNICATES = (
     "all_to_all",
     "all_reduce",
     "gather_terms",
+    "ppermute",
 )
 
 WIRE_OPS = {"gather_terms": "all_gather"}
@@ -67,14 +70,26 @@ def reshard_path(
 
     Moves that shrink the value come first and gathers last, so that a gradient over two
     axes is reduce-scattered over one and then all-reduced over the other as a shard.
-    Minor axes, which are the fast ones, shrink first and gather last.
+    Minor axes, which are the fast ones, shrink first and gather last. Blocks are
+    shifted at the very end: first by whole blocks, then by the rows that are left.
     """
-    path = [start]
-    while path[-1] != end:
-        after = _next(path[-1], end, shape, axes)
+    path, unshifted = [start], tuple(map(_unshifted, end))
+    while path[-1] != unshifted:
+        after = _next(path[-1], unshifted, shape, axes)
         assert after not in path, f"no path from {start} to {end}: {path}"
         path.append(after)
+    for axis, state in enumerate(end):
+        if isinstance(state, Split) and state.shift:
+            rows = local_shape(shape, unshifted, axes)[state.dim]
+            blocks = replace(state, shift=round(state.shift / rows) * rows)
+            for goal in (blocks, state):
+                if path[-1][axis] != goal:
+                    path.append(on_axis(path[-1], axis, goal))
     return tuple(path)
+
+
+def _unshifted(state: AxisSharding) -> AxisSharding:
+    return replace(state, shift=0) if isinstance(state, Split) else state
 
 
 def _next(now: Sharding, end: Sharding, shape: Sequence[int], axes: Axes) -> Sharding:
@@ -170,6 +185,8 @@ def move_of(before: Sharding, after: Sharding) -> tuple[str, int]:
         return ("gather_terms" if state.op == "prod" else "all_reduce"), axis
     if isinstance(state, Split):
         if isinstance(goal, Split):
+            if state.shift != goal.shift:
+                return "ppermute", axis
             same = state.dim == goal.dim
             return ("relabel" if same else "all_to_all"), axis
         return "all_gather", axis
@@ -199,12 +216,33 @@ def move_elements(
         return math.prod(local_shape(shape, before, axes)) * n
     if op == "gather_terms":
         return math.prod(local_shape(shape, before, axes)) * axes.sizes[axis]
-    return math.prod(local_shape(shape, before, axes))
+    local = local_shape(shape, before, axes)
+    if op == "ppermute":
+        dim, _, rows = shift_of(before, after, shape, axes)
+        return math.prod(local) // local[dim] * (abs(rows) or local[dim])
+    return math.prod(local)
 
 
-def devices_of(before: Sharding, after: Sharding, axes: Axes) -> int:
-    """How many devices talk to each other in a move."""
+def shift_of(
+    before: Sharding, after: Sharding, shape: Sequence[int], axes: Axes
+) -> tuple[int, int, int]:
+    """The dimension that a move shifts the blocks of, by how many blocks or rows."""
     _, axis = move_of(before, after)
+    state, goal = before[axis], after[axis]
+    assert isinstance(state, Split) and isinstance(goal, Split)
+    moved, size = goal.shift - state.shift, local_shape(shape, before, axes)[goal.dim]
+    whole, left = (0, moved) if moved % size else (moved // size, 0)
+    return goal.dim, whole, left
+
+
+def devices_of(
+    before: Sharding, after: Sharding, shape: Sequence[int], axes: Axes
+) -> int:
+    """How many devices talk to each other in a move; in a shift, those of a cycle."""
+    op, axis = move_of(before, after)
+    if op == "ppermute":
+        _, blocks, _ = shift_of(before, after, shape, axes)
+        return axes.sizes[axis] // math.gcd(blocks or 1, axes.sizes[axis])
     return min(along(before, axis, axes), along(after, axis, axes))
 
 
@@ -215,6 +253,8 @@ def wire_elements(
     op, axis = move_of(before, after)
     if op not in COMMUNICATES:
         return 0.0
-    n = devices_of(before, after, axes)
+    if op == "ppermute":
+        return move_elements(before, after, shape, axes)
+    n = devices_of(before, after, shape, axes)
     trips = 2 if op == "all_reduce" else 1
     return trips * move_elements(before, after, shape, axes) * (n - 1) / n

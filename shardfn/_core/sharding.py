@@ -32,11 +32,13 @@ class Split:
         into one, which is padded and split.
       stored: True if the split comes from the stored state, False if from the batch.
       group: 0, or: every group of so many neighbours along the axis holds the value.
+      shift: the block begins so many rows before the device's own, around the ends.
     """
 
     dim: int
     stored: bool = False
     group: int = 0
+    shift: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ along an axis means invarying along it.
 
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -16,7 +17,7 @@ from jax import lax
 
 from shardfn._core import compat
 from shardfn._core.errors import ShardingError, called, step_name
-from shardfn._core.resharding import JOINED, devices_of, move_of
+from shardfn._core.resharding import JOINED, devices_of, move_of, shift_of
 from shardfn._core.sharding import (
     Axes,
     Sharding,
@@ -51,6 +52,8 @@ def run_move(
         )
     if op == "mask":
         return _on_first_device(x, name)
+    if op == "ppermute":
+        return _shifted(x, name, *shift_of(before, after, shape, axes))
     if op == "all_to_all":
         assert isinstance(state, Split) and isinstance(goal, Split)
         return lax.all_to_all(x, name, goal.dim, state.dim, tiled=True)
@@ -85,7 +88,7 @@ def run_together(
     """
     op, axis = move_of(*ends[0])
     before, after = ends[0]
-    name, n = names_of(before, after, axes), devices_of(before, after, axes)
+    name, n = names_of(before, after, axes), devices_of(before, after, shapes[0], axes)
     each = list(zip(blocks, shapes, ends, strict=True))
     if op not in JOINED:
         return [run_move(x, shape, end[0], end[1], axes) for x, shape, end in each]
@@ -226,6 +229,25 @@ def _no_derivative(name: Names, *_: Any) -> NoReturn:
 
 def _any(x: jax.Array, name: Names) -> jax.Array:
     return lax.pmax(x.astype(jnp.int8), name).astype(jnp.bool_)
+
+
+def _shifted(x: jax.Array, name: Names, dim: int, blocks: int, rows: int) -> jax.Array:
+    """Each device's block from `blocks` devices before it, or its own with `rows` rows
+    of its neighbour in front, or behind if they are negative, and as many less."""
+    count = math.prod(map(lax.axis_size, name))
+    step = blocks or (1 if rows > 0 else -1)
+    pairs = [(i, (i + step) % count) for i in range(count)]
+    size = x.shape[dim]
+    cut = size - rows if rows > 0 else -rows
+    if blocks:
+        return lax.ppermute(x, name, pairs)
+    ends = (
+        lax.slice_in_dim(x, 0, cut, axis=dim),
+        lax.slice_in_dim(x, cut, size, axis=dim),
+    )
+    if rows > 0:
+        return lax.concatenate([lax.ppermute(ends[1], name, pairs), ends[0]], dim)
+    return lax.concatenate([ends[1], lax.ppermute(ends[0], name, pairs)], dim)
 
 
 def _on_first_device(x: jax.Array, name: Names) -> jax.Array:

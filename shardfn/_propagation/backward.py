@@ -6,7 +6,7 @@ they are made.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardfn._core.op_sharding_rule import OpShardingRule
@@ -240,7 +240,7 @@ def _op(
         if not sizes[i]:
             return frozenset()
         if isinstance(state, Split):
-            return frozenset({state})
+            return frozenset({replace(state, shift=0) if state.shift else state})
         if axis in chosen:
             return frozenset({None} if state is None else ())
         return frozenset(

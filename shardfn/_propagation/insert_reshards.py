@@ -127,7 +127,9 @@ class _Writer:
 
 def without_origin(sharding: Sharding) -> Sharding:
     """`sharding` without the note whether a split comes from the batch or the state."""
-    return tuple(Split(s.dim) if isinstance(s, Split) else s for s in sharding)
+    return tuple(
+        Split(s.dim, shift=s.shift) if isinstance(s, Split) else s for s in sharding
+    )
 
 
 def same_blocks(a: Sharding, b: Sharding) -> bool:

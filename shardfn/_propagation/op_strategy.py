@@ -210,6 +210,8 @@ class OpSite:
             return False
         parts = math.prod(self.axes.sizes[a] for f, a in self.parts if f == factor)
         size = self.rule.size(factor)
+        if self.shift(factor) and parts > 1:
+            return False
         partners = self.additive_partners(factor)
         if any(self.kinds[i] == LITERAL for i in partners):
             return False
@@ -246,7 +248,8 @@ class OpSite:
         for i, dims in enumerate(self.rule.operands):
             dim = self.dim_of(dims, factor)
             if dim is not None:
-                self.operands[i] = on_axis(self.operands[i], axis, Split(dim, stored))
+                block = Split(dim, stored, shift=self.shift(factor))
+                self.operands[i] = on_axis(self.operands[i], axis, block)
         for i in self.additive_partners(factor):
             self.operands[i] = on_axis(self.operands[i], axis, Unreduced())
         for j, dims in enumerate(self.rule.results):
@@ -255,6 +258,10 @@ class OpSite:
                 Unreduced(self.reducer(factor)) if dim is None else Split(dim, stored)
             )
             self.results[j] = on_axis(self.results[j], axis, state)
+
+    def shift(self, factor: str) -> int:
+        """How many rows before its own a block of `factor` has to begin."""
+        return dict(self.rule.shifts).get(factor, 0)
 
     def dim_of(self, dims: Any, factor: str) -> int | None:
         if is_flat_factor(factor):

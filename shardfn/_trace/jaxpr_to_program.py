@@ -20,6 +20,7 @@ from shardfn._core.equation_key import looks_of
 from shardfn._core.op_sharding_rule import OpShardingRule, rule_of
 from shardfn._core.program import LITERAL, VALUE, ZERO, Atom, Node, Program, live
 from shardfn._trace.iota_indexing import Counts
+from shardfn._trace.row_shifts import Pieces
 
 
 def make_program(closed_jaxpr: Any) -> Program:
@@ -75,6 +76,7 @@ class _Values:
     zeros: set[int] = field(default_factory=set)
     same: dict[int, int] = field(default_factory=dict)
     counts: Counts = field(default_factory=Counts)
+    pieces: Pieces = field(default_factory=Pieces)
 
     def run(self, closed: Any, call: Any) -> Program:
         inputs = tuple(self.new(v.aval) for v in compat.open_jaxpr(closed)[0].invars)
@@ -90,6 +92,7 @@ class _Values:
 
     def new(self, aval: Any) -> int:
         self.avals.append(aval)
+        self.pieces.value(len(self.avals) - 1, aval)
         return len(self.avals) - 1
 
     def inline(
@@ -115,11 +118,15 @@ class _Values:
             is_backward = backward or "transpose(" in compat.name_stack(eqn)
             body = compat.inlined_body(eqn)
             batched = self.counts.batched(eqn, operands)
+            zeros = [self.kind(atom) == ZERO for atom in operands]
+            shifted = self.pieces.shifted(eqn, operands, zeros)
             if body is not None:
                 body = compat.close_jaxpr(body)
                 results = self.inline(body, operands, is_backward, eqn)
             elif batched is not None:
                 results = self.inline(*batched, is_backward, eqn)
+            elif shifted is not None:
+                results = self.inline(*shifted, is_backward, eqn)
             else:
                 results = self.add(eqn, operands, is_backward)
             env.update(zip(eqn.outvars, results, strict=True))
@@ -159,6 +166,7 @@ class _Values:
             self.zeros.update(outputs)
         if len(outputs) == 1:
             self.counts.equation(eqn, operands, outputs[0])
+        self.pieces.equation(eqn, operands, outputs)
         if equal is not None:
             self.same.update(zip(outputs, equal, strict=True))
         elif key is not None:

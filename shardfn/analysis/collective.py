@@ -11,7 +11,7 @@ class Collective:
     """One line of the plan.
 
     Attributes:
-      op: "all_gather", "psum_scatter", "all_reduce", "all_to_all".
+      op: "all_gather", "psum_scatter", "all_reduce", "all_to_all", "ppermute".
       axis: mesh axis name.
       phase: "forward", "backward" or "update".
       shape: global shape of the value; of one part, if it is split over other mesh

@@ -18,6 +18,7 @@ from shardfn._core.op_sharding_rule import (
     make_rule,
     register_rule,
 )
+from shardfn._core.shift import shift_p, shifted_whole
 from shardfn.rules._factors import (
     fresh_names,
     result_shape,
@@ -69,6 +70,21 @@ def _rev(eqn: JaxprEqn) -> OpShardingRule:
     names = factor_names(len(shape_of(eqn)))
     whole = [names[d] for d in eqn.params["dimensions"]]
     return make_rule(eqn, [names], [names], whole=whole, linear="each")
+
+
+def _shift_local(op: LocalOp, operand: jax.Array) -> Sequence[jax.Array]:
+    (factor,) = op.rule.operands[0][op.eqn.params["dimension"]]
+    if any(factor == name for name, _, _ in op.parts):
+        return [operand]  # the blocks are shifted already
+    return [shifted_whole(operand, **op.eqn.params)]
+
+
+@register_rule(shift_p, local=_shift_local)
+def _shift(eqn: JaxprEqn) -> OpShardingRule:
+    """`a b -> a b  shift={a: 1}` for one row along dimension 0."""
+    names = factor_names(len(shape_of(eqn)))
+    rows = {names[eqn.params["dimension"]]: eqn.params["rows"]}
+    return make_rule(eqn, [names], [names], linear="each", shifts=rows)
 
 
 @register_rule(*primitives("concatenate"))

@@ -201,6 +201,9 @@ def moves(start: Sharding, end: Sharding, shape: tuple[int, ...]) -> str:
     return ", ".join(f"{op}({AXES.names[axis]})" for op, axis in found)
 
 
+SUMMED_AND_SHIFTED = "psum_scatter(data), ppermute(data), ppermute(data)"
+
+
 @pytest.mark.parametrize(
     "start, end, expected",
     [
@@ -210,6 +213,8 @@ def moves(start: Sharding, end: Sharding, shape: tuple[int, ...]) -> str:
         ((Split(0), Split(0)), (None, None), "all_gather(data), all_gather(replica)"),
         ((None, Split(0)), (None, Split(1)), "all_to_all(data)"),
         ((None, Split(0)), (None, Split(0, True)), "relabel(data)"),
+        ((None, Split(1)), (None, Split(1, shift=2)), "ppermute(data)"),
+        ((None, SUM), (None, Split(1, shift=5)), SUMMED_AND_SHIFTED),
         ((None, None), (Split(0), Split(0)), "slice(replica), slice(data)"),
         ((None, Split(0)), (SUM, Split(0)), "mask(replica)"),
         ((None, Unreduced("max")), (None, Split(0)), "all_reduce(data), slice(data)"),

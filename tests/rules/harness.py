@@ -139,6 +139,8 @@ class Split:
         dim = self.dim(self.rule.operands[i])
         if dim is not None:
             x = x if self.factor else x.reshape(-1)
+            rows = dict(self.rule.shifts).get(self.factor, 0)
+            x = np.roll(x, rows, dim) if rows else x
             size = -(-x.shape[dim] // self.devices) * self.devices
             return padded(x, dim, size, self.reducer)
         if self.is_term(i):

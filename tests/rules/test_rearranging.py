@@ -15,6 +15,7 @@ from table import Row, table
 
 from shardfn._core.compat import primitives
 from shardfn._core.op_sharding_rule import rule_of
+from shardfn._core.shift import shift
 
 EACH = ({0},)
 
@@ -32,6 +33,8 @@ def widen(shape, dims):
     Row(lambda x: lax.squeeze(x, (1,)), ((8, 1, 5),), "a b c -> a c", EACH, flat=True),
     Row(lambda x: lax.squeeze(x, (0,)), ((1,),), "a ->", EACH),
     Row(lambda x: lax.rev(x, (1,)), ((8, 4),), "a b -> a b  whole={b}", EACH),
+    Row(lambda x: shift(x, 0, 3), ((8, 5),), "a b -> a b  shift={a: 3}", EACH),
+    Row(lambda x: shift(x, 1, 3), ((5, 4),), "a b -> a b  shift={b: -1}", EACH),
     Row(
         lambda x, y: lax.concatenate([x, y], 1),
         ((8, 5), (8, 4)),

@@ -1,0 +1,204 @@
+"""Rows cut out of an array and joined to one of its size again: shifts of its rows.
+
+In: the equations of a program in order. Out: for a concatenation or padding of pieces
+of arrays that are as large as its result, as `jnp.roll`, a pair of neighbours or their
+gradients make, the same as shifts along that dimension, which may then be split.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import JaxprEqn, Literal
+
+from shardfn._core import compat
+from shardfn._core.shift import shift
+
+Atom = int | Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows `start` to `start + size` along `dim` of the value `source`; of None they
+    are zeros."""
+
+    source: int | None
+    dim: int
+    start: int
+    size: int
+
+
+@dataclass(slots=True)
+class Pieces:
+    """What is known of the values of one program: those that are pieces of another."""
+
+    known: dict[int, Piece] = field(default_factory=dict)
+
+    def equation(
+        self, eqn: JaxprEqn, operands: Sequence[Atom], results: Sequence[int]
+    ) -> None:
+        """Notes the values that an equation makes."""
+        if not operands or not isinstance(operands[0], int):
+            return
+        for result, cut in zip(results, _cuts(eqn), strict=False):
+            piece = self.of(operands[0], *cut)
+            if piece is not None:
+                self.known[result] = piece
+
+    def of(self, source: int, dim: int, start: int, size: int) -> Piece | None:
+        """A piece of `source`, which may be a piece itself."""
+        piece = self.known.get(source)
+        if piece is None:
+            return Piece(source, dim, start, size)
+        if piece.dim != dim:
+            return None
+        return Piece(piece.source, dim, piece.start + start, size)
+
+    def shifted(
+        self, eqn: JaxprEqn, operands: Sequence[Atom], zeros: Sequence[bool]
+    ) -> tuple[Any, tuple[int, ...]] | None:
+        """A jaxpr that does what `eqn` does by shifts, and its operands; None if it
+        joins other things. `zeros` says which operands are known to be zero."""
+        pieces = self.joined(eqn, operands, zeros)
+        if pieces is None:
+            return None
+        dim, aval = pieces[0].dim, _aval(eqn.outvars[0])
+        found = {p.source for p in pieces if p.source is not None}
+        sources = tuple(sorted(found))
+
+        def run(*values: Any) -> Any:
+            of = dict(zip(sources, values, strict=True))
+            return _join(pieces, of, aval, dim)
+
+        with compat.as_user_code(eqn):
+            return jax.make_jaxpr(run)(*[aval] * len(sources)), sources
+
+    def joined(
+        self, eqn: JaxprEqn, operands: Sequence[Atom], zeros: Sequence[bool]
+    ) -> list[Piece] | None:
+        """The pieces that a concatenation or padding joins along one dimension, if all
+        are of arrays as large as the result."""
+        if eqn.primitive.name == "concatenate":
+            dim = eqn.params["dimension"]
+            sizes = [_aval(v).shape[dim] for v in eqn.invars]
+            parts = list(zip(operands, sizes, zeros, strict=True))
+        elif eqn.primitive.name == "pad" and zeros[1]:
+            changed = _changed(eqn.params["padding_config"])
+            if changed is None:
+                return None
+            dim, (low, high, _) = changed
+            if low < 0 or high < 0:
+                return self.pushed(eqn, operands[0], dim, low, high)
+            size = _aval(eqn.invars[0]).shape[dim]
+            parts = [(None, low, True), (operands[0], size, False), (None, high, True)]
+        else:
+            return None
+        pieces = [self.part(atom, dim, n, zero) for atom, n, zero in parts if n]
+        if any(p is None for p in pieces):
+            return None
+        whole = [p for p in pieces if p is not None]
+        some = any(p.source is not None for p in whole)
+        return whole if some and self.fit(whole, eqn) else None
+
+    def pushed(
+        self, eqn: JaxprEqn, atom: Atom, dim: int, low: int, high: int
+    ) -> list[Piece] | None:
+        """The pieces of a padding that cuts off as many rows as it adds."""
+        if low + high != 0 or not isinstance(atom, int) or atom in self.known:
+            return None
+        size, rows = _aval(eqn.outvars[0]).shape[dim], abs(low)
+        if rows >= size:
+            return None
+        zeros = Piece(None, dim, 0, rows)
+        kept = Piece(atom, dim, max(-low, 0), size - rows)
+        return [zeros, kept] if low > 0 else [kept, zeros]
+
+    def part(self, atom: Atom | None, dim: int, size: int, zero: bool) -> Piece | None:
+        if zero:
+            return Piece(None, dim, 0, size)
+        if not isinstance(atom, int):
+            return None
+        piece = self.known.get(atom)
+        if piece is None or piece.dim != dim:
+            piece = Piece(atom, dim, 0, size)  # all of it
+        return piece
+
+    def fit(self, pieces: Sequence[Piece], eqn: JaxprEqn) -> bool:
+        """Whether every source has the shape and dtype of the result."""
+        return all(
+            p.source is None or self.avals[p.source] == _like(eqn.outvars[0])
+            for p in pieces
+        )
+
+    avals: dict[int, Any] = field(default_factory=dict)
+
+    def value(self, number: int, aval: Any) -> None:
+        """Notes the shape and dtype of a value."""
+        self.avals[number] = (getattr(aval, "shape", None), getattr(aval, "dtype", 0))
+
+
+def _join(
+    pieces: Sequence[Piece], of: dict[int, jax.Array], aval: Any, dim: int
+) -> jax.Array:
+    """The pieces, one after the other: a shift for each, put in place by a select."""
+    rows = lax.broadcasted_iota(jnp.int32, aval.shape, dim)
+    out: jax.Array | None = None
+    offset, last = 0, None
+    for piece in pieces:
+        moved = None
+        if piece.source is not None:
+            moved = piece.source, (offset - piece.start) % aval.shape[dim]
+        if out is None or moved != last:
+            if moved is None:
+                value = lax.full(aval.shape, 0, aval.dtype)
+            else:
+                value = shift(of[moved[0]], dim, moved[1])
+            out = value if out is None else lax.select(rows >= offset, value, out)
+        offset, last = offset + piece.size, moved
+    assert out is not None
+    return out
+
+
+def _cuts(eqn: JaxprEqn) -> list[tuple[int, int, int]]:
+    """Dimension, start and size of what each result is of the first operand, if they
+    are pieces along one dimension."""
+    if not eqn.invars or not hasattr(eqn.invars[0].aval, "shape"):
+        return []
+    shape, params = _aval(eqn.invars[0]).shape, eqn.params
+    if eqn.primitive.name == "slice":
+        strides = params["strides"]
+        if strides is not None and any(s != 1 for s in strides):
+            return []
+        ends = list(zip(params["start_indices"], params["limit_indices"], strict=True))
+        cut = [d for d, end in enumerate(ends) if end != (0, shape[d])]
+        if len(cut) != 1:
+            return []
+        start, end = map(int, ends[cut[0]])
+        return [(cut[0], start, end - start)]
+    if eqn.primitive.name == "split":
+        sizes, dim = params["sizes"], params["axis"]
+        return [(dim, sum(sizes[:i]), n) for i, n in enumerate(sizes)]
+    if eqn.primitive.name == "pad":
+        changed = _changed(params["padding_config"])
+        if changed is not None and max(changed[1]) == 0:
+            dim, (low, high, _) = changed
+            return [(dim, -low, shape[dim] + low + high)]
+    return []
+
+
+def _changed(config: Sequence[Sequence[int]]) -> tuple[int, tuple[int, ...]] | None:
+    """The one dimension that a padding changes, and how, none in between."""
+    ends = [tuple(map(int, each)) for each in config]
+    found = [(d, each) for d, each in enumerate(ends) if any(each)]
+    return found[0] if len(found) == 1 and not found[0][1][2] else None
+
+
+def _aval(var: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
+
+
+def _like(var: Any) -> tuple[Any, Any]:
+    return var.aval.shape, var.aval.dtype
