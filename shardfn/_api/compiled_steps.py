@@ -62,7 +62,8 @@ class Programs:
         """
         options = {} if compat.is_tracing() else self.options
         shapes = tuple((leaf.aval.shape, leaf.auto) for leaf in leaves)
-        key = treedef, shapes, tuple(options.items())
+        donated = (0,) if self.donate and not compat.checks_values() else ()
+        key = treedef, shapes, tuple(options.items()), donated
         storage = self.storage
         if key not in self._jitted:
 
@@ -78,7 +79,6 @@ class Programs:
                 return jax.tree.unflatten(planned.traced.out_tree, out)
 
             functools.update_wrapper(run, self.plain.step, updated=())
-            donated = (0,) if self.donate else ()
             self._jitted[key] = jax.jit(
                 run, donate_argnums=donated, compiler_options=options or None
             )

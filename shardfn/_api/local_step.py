@@ -151,7 +151,7 @@ class LocalStep:
 
     def _axes(self) -> Axes:
         try:
-            return Axes(self.names, tuple(lax.axis_size(n) for n in self.names))
+            sizes = tuple(lax.axis_size(n) for n in self.names)
         except NameError as error:
             raise ShardingError(
                 f"no mesh axis {self.names} is bound here.\n"
@@ -159,6 +159,8 @@ class LocalStep:
                 "Call it inside jax.shard_map or jax.pmap over this axis, or give "
                 "fully_shard a mesh: fully_shard(train_step, mesh)."
             ) from error
+        cannot_sum = compat.dtypes_without_sum(*compat.bound_platform())
+        return Axes(self.names, sizes, cannot_sum=cannot_sum)
 
     def _partition(self, leaves: Sequence[Leaf], axes: Axes) -> tuple[Sharding, ...]:
         paths, avals = [x.path for x in leaves], [x.aval for x in leaves]

@@ -130,7 +130,8 @@ class PlainStep:
                 axes,
                 names_axes=lambda: mentions(self.step, axes.names),
             )
-            with compat.at_top_level():  # primitives are traced anew to expand them
+            # Primitives are traced anew to expand them.
+            with compat.at_top_level(), compat.broadcasts_ranks():
                 planned = plan_traced(
                     traced,
                     state.leaves,

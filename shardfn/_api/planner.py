@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from shardfn._core import compat
 from shardfn._core.errors import ShardingError, UnsupportedPrimitiveWarning
 from shardfn._core.leaf_options import NOTHING_ASKED, Control
 from shardfn._core.leaves import Leaf, leaf_name
@@ -100,7 +101,7 @@ def plan_init(
     Returns:
       A function of the leaves of `args`, to be called inside `shard_map`.
     """
-    program = make_program(jax.make_jaxpr(init_fn)(*args))
+    program = make_program(compat.without_refs(jax.make_jaxpr(init_fn)(*args)))
     inputs = [axes.replicated] * len(program.inputs)
     body = propagate(program, inputs, stored, axes, small=2)
     body = schedule(program, body, NOTHING_ASKED, axes)

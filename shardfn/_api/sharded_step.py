@@ -395,7 +395,8 @@ class ShardedStep:
         if types is None:
             return None
         settings = None if self.verify == "off" else compat.configuration()
-        return state_tree, batch_tree, types, self.storage.home, settings
+        debugs = compat.checks_values()
+        return state_tree, batch_tree, types, self.storage.home, settings, debugs
 
     def _check_processes(self, planned: Planned, group: Sequence[int]) -> None:
         """Raises if another process of a group is about to run another plan."""

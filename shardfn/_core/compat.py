@@ -18,6 +18,7 @@ from jax._src import core as _core
 from jax._src import distributed as _distributed
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import partial_eval as _private_partial_eval
+from jax._src.state import discharge as _discharge
 from jax.extend import core
 from jax.extend import random as _extend_random
 from jax.extend import source_info_util as _public_source_info
@@ -192,6 +193,14 @@ def without_dead_code(closed: Any) -> Any:
     return jaxpr if hasattr(jaxpr, "consts") else core.ClosedJaxpr(jaxpr, consts)
 
 
+def without_refs(closed: Any) -> Any:
+    """`closed` with the arrays that it makes by `jax.new_ref` and changes in place as
+    plain values, which loops carry; what `jax.jit` does before it compiles."""
+    if not any(is_internal_ref_effect(effect) for effect in closed.effects):
+        return closed
+    return _discharge.discharge_state(closed)
+
+
 def bind_remat(
     eqn: JaxprEqn,
     body: Any,
@@ -253,9 +262,24 @@ def varying_alike(operands: Sequence[jax.Array]) -> list[jax.Array]:
     axes = [varying_axes(x) for x in operands]
     every = frozenset().union(*axes)
     return [
-        jax.lax.pcast(x, tuple(sorted(every - own)), to="varying") if every - own else x
+        cast_varying(x, tuple(sorted(every - own)))
         for x, own in zip(operands, axes, strict=True)
     ]
+
+
+def cast_varying(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
+    """`x` cast to vary along the mesh axes `names` too.
+
+    Its derivative sums cotangents over these, in float32 where the compiler cannot sum
+    those of its own dtype.
+    """
+    if not names:
+        return x
+    if str(x.dtype) not in dtypes_without_sum(*bound_platform()):
+        return jax.lax.pcast(x, names, to="varying")
+    wide = jax.lax.convert_element_type(x, jnp.float32)
+    wide = jax.lax.pcast(wide, names, to="varying")
+    return with_weak_type(jax.lax.convert_element_type(wide, x.dtype), x.weak_type)  # pyright: ignore
 
 
 def with_weak_type(x: jax.Array, weak: bool) -> jax.Array:
@@ -301,6 +325,12 @@ def is_key(dtype: Any) -> bool:
 def is_debug_effect(effect: Any) -> bool:
     """Whether this is the effect of an unordered `jax.debug.print` or `callback`."""
     return type(effect).__name__ == "DebugEffect"
+
+
+def is_internal_ref_effect(effect: Any) -> bool:
+    """Whether this is the effect of arrays that are made and changed in place inside
+    the traced function."""
+    return type(effect).__name__ == "InternalMutableArrayEffect"
 
 
 def is_mapped(x: Any, name: str | None = None) -> bool:
@@ -397,6 +427,51 @@ def at_top_level() -> Iterator[None]:
             yield
         finally:
             _core.trace_ctx.set_axis_env(bound)
+
+
+def dtypes_without_sum(platform: str, has_automatic_axes: bool) -> tuple[str, ...]:
+    """The dtypes whose sums over manual mesh axes end the process in the compiler.
+
+    XLA's CPU compiler promotes all-reduces and reduce-scatters of bfloat16, and fails
+    on the computation that JAX gives them where other mesh axes, even of one device,
+    are automatic. It does all other dtypes, and all other collectives of bfloat16.
+    """
+    return ("bfloat16",) if platform == "cpu" and has_automatic_axes else ()
+
+
+def bound_platform() -> tuple[str, bool]:
+    """The platform that the surrounding `shard_map` is for, as far as JAX knows it, and
+    whether some axes of its mesh are automatic."""
+    mesh = jax.sharding.get_abstract_mesh()
+    device = getattr(mesh, "abstract_device", None)
+    platform = getattr(device, "platform", None) or jax.default_backend()
+    return platform, bool(automatic_axes())
+
+
+def broadcasts_ranks() -> contextlib.AbstractContextManager[Any]:
+    """A context in which arrays of different ranks broadcast: what
+    `jax_numpy_rank_promotion` forbids users, this package's own operations may do."""
+    return jax.numpy_rank_promotion("allow")
+
+
+def automatic_axes() -> frozenset[str]:
+    """The mesh axes that are automatic in the surrounding `shard_map`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    each = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return frozenset(name for name, kind in each if kind is not AxisType.Manual)
+
+
+def checks_values() -> bool:
+    """Whether `jax_debug_nans` or `jax_debug_infs` is on: JAX then runs a step that
+    made such a value a second time, on the same arguments."""
+    return bool(_config.debug_nans.value or _config.debug_infs.value)
+
+
+def jit_enabled() -> contextlib.AbstractContextManager[Any]:
+    """A context in which `jax.jit` compiles, whatever `jax.disable_jit` says around."""
+    if not _config.disable_jit.value:
+        return contextlib.nullcontext()
+    return jax.disable_jit(False)
 
 
 def is_tracing() -> bool:

@@ -87,11 +87,12 @@ def calling(step: object) -> Iterator[None]:
 
 
 def names_step(method: Method) -> Method:
-    """Makes a method of a transformed step name the plain one in messages."""
+    """Makes a method of a transformed step name the plain one in messages. What it runs
+    is compiled, under `jax.disable_jit` too: a plan needs the whole step."""
 
     @functools.wraps(method)
     def named(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with calling(self.plain.step):
+        with calling(self.plain.step), compat.jit_enabled():
             return method(self, *args, **kwargs)
 
     return named  # pyright: ignore[reportReturnType]

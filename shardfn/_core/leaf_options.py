@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NoReturn, TypeVar
 
+import jax
 import jax.numpy as jnp
 
 from shardfn._core.errors import ShardingError, call_site, called, cannot_be, listed
@@ -77,6 +78,7 @@ class Control:
         """Raises if a pattern names none of the state's leaves, or only such as an
         earlier, wider one has taken with another value."""
         names = list(leaves)
+        self._check_dtypes()
         for option, choices in self.choices:
             wider: list[tuple[str, Any, set[str]]] = []
             for pattern, value in choices:
@@ -95,6 +97,19 @@ class Control:
                             f"Name '{pattern}' first."
                         )
                 wider.append((pattern, value, taken))
+
+    def _check_dtypes(self) -> None:
+        """Raises if JAX, as it is configured now, has no arrays of a dtype."""
+        asked = dict(self.choices)
+        for option in ("gather_dtype", "reduce_dtype"):
+            for _, dtype in asked.get(option, ()):
+                if dtype and jax.dtypes.canonicalize_dtype(dtype) != dtype:
+                    raise ShardingError(
+                        f"{option}={dtype!r} names a dtype that JAX does not have "
+                        f"while jax_enable_x64 is off.\n{called()}{self._given()}"
+                        'Turn it on, jax.config.update("jax_enable_x64", True), or '
+                        "name 'float32'."
+                    )
 
     def _given(self) -> str:
         return f"  fully_shard was called at {self.place}\n" if self.place else ""

@@ -60,12 +60,14 @@ class Axes:
     `mesh` is all axes of the mesh and their sizes, in its order; empty if not known.
     `groups` are the sizes of groups of neighbours along the last axis, each dividing
     the next, within which values may be split; `shard_map` then binds parts of it.
+    `cannot_sum` names the dtypes that the compiler cannot sum over these devices.
     """
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
     mesh: tuple[tuple[str, int], ...] = ()
     groups: tuple[int, ...] = ()
+    cannot_sum: tuple[str, ...] = ()
 
     @property
     def replicated(self) -> Sharding:

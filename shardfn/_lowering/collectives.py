@@ -273,4 +273,4 @@ def _cut_to(x: jax.Array, dim: int, size: int) -> jax.Array:
 def varying(x: jax.Array, *names: str) -> jax.Array:
     """`x` with its type varying over the mesh axes `names` too."""
     missing = tuple(n for n in names if n not in compat.varying_axes(x))
-    return lax.pcast(x, missing, to="varying") if missing else x
+    return compat.cast_varying(x, missing)

@@ -39,6 +39,8 @@ class Extreme:
     ) -> jax.Array:
         """`collective(local)`, the maximum over devices, with its derivative."""
 
+        dims, names = self.dims, self.names  # a closure over `block` would leak it
+
         @jax.custom_jvp
         def reduce(block: jax.Array, local: jax.Array) -> jax.Array:
             del block  # read by the derivative alone
@@ -48,12 +50,20 @@ class Extreme:
         def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
             block, change = primals[0], tangents[0]
             out = reduce(*primals)
-            is_tied = block == lax.expand_dims(out, self.dims)
+            is_tied = block == lax.expand_dims(out, dims)
             tied = lax.stop_gradient(is_tied.astype(block.dtype))
-            total = lax.psum(jnp.sum(change * tied, self.dims), self.names)
-            return out, total / lax.psum(jnp.sum(tied, self.dims), self.names)
+            total, count = (
+                lax.psum(jnp.sum(x, dims, dtype=_summed_in(x.dtype)), names)
+                for x in (change * tied, tied)
+            )
+            return out, (total / count).astype(block.dtype)
 
         return reduce(self.block, local)
+
+
+def _summed_in(dtype: Any) -> Any:
+    """The dtype to sum terms over devices in: no narrow one, which not all can."""
+    return jnp.float32 if dtype.itemsize < 4 else dtype
 
 
 def extreme_of(

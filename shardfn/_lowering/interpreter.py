@@ -64,7 +64,8 @@ def emit(
     Returns:
       Local blocks, sharded as `plan.output_shardings` says, then what it exports.
     """
-    return _Run(program, plan, axes, place, apart).run(args)
+    with compat.broadcasts_ranks():
+        return _Run(program, plan, axes, place, apart).run(args)
 
 
 @dataclass(slots=True)
@@ -199,13 +200,19 @@ class _Run:
         return x
 
     def moved(self, step: Reshard, x: jax.Array) -> jax.Array:
-        picked, count = step.source in self.picked, len(step.path) - 1
-        move = functools.partial(move_along, step, picked=picked)
-        extreme, reduces = self.extremes.get(step.source), 0
+        # What JAX keeps of a derivative must not refer to this run and its tracers.
+        run = functools.partial(
+            move_along,
+            step,
+            place=self.place,
+            axes=self.axes,
+            picked=step.source in self.picked,
+        )
+        extreme, reduces, count = self.extremes.get(step.source), 0, len(step.path) - 1
         if extreme is not None:
             reduces = min(extreme.moves, count)
-            x = extreme.reduced(x, lambda x: move(0, reduces, x, self.place, self.axes))
-        return move(reduces, count, x, self.place, self.axes)
+            x = extreme.reduced(x, functools.partial(run, 0, reduces))
+        return run(reduces, count, x)
 
     # Equations
 
@@ -252,12 +259,12 @@ class _Run:
     # Control flow
 
     def body(self, step: Apply, node: Node, i: int) -> Callable[..., list[jax.Array]]:
-        place, apart = (*self.place, step.node, i), self.apart
+        place, apart, axes = (*self.place, step.node, i), self.apart, self.axes
         if node.kind == "scan":
-            apart |= {self.axes.names[a] for a in rows_apart(node, step)}
+            apart |= {axes.names[a] for a in rows_apart(node, step)}
 
         def run(*args: jax.Array) -> list[jax.Array]:
-            return emit(node.bodies[i], step.bodies[i], args, self.axes, place, apart)
+            return emit(node.bodies[i], step.bodies[i], args, axes, place, apart)
 
         return run
 

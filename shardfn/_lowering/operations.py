@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from shardfn._core import compat
 from shardfn._core.op_sharding_rule import (
@@ -43,10 +44,7 @@ def run_op(
     if node.eqn.effects:
         return _run_once(node, operands, axes), None
     if rule is None:
-        out = node.eqn.primitive.bind(
-            *compat.varying_alike(operands), **node.eqn.params
-        )
-        return (out if node.eqn.primitive.multiple_results else [out]), None
+        return _run_whole(node, operands), None
     local = _local_op(program, step, node, rule, axes)
     operands = [
         _masked(local, dims, x, aval_of(program, atom).shape)
@@ -66,6 +64,22 @@ def is_picked(step: Apply, node: Node) -> bool:
     states = enumerate(step.result_shardings[0])
     unreduced = {a for a, state in states if isinstance(state, Unreduced)}
     return bool(over) and over == unreduced
+
+
+def _run_whole(node: Node, operands: Arrays) -> Arrays:
+    """Runs a node on whole operands, on every device. JAX calls back to the host only
+    where all mesh axes are manual."""
+    primitive = node.eqn.primitive
+
+    def run(*operands: jax.Array) -> Arrays:
+        out = primitive.bind(*operands, **node.eqn.params)
+        return list(out) if primitive.multiple_results else [out]
+
+    operands, others = compat.varying_alike(operands), compat.automatic_axes()
+    if primitive.name == "pure_callback" and others:
+        whole = PartitionSpec()
+        run = jax.shard_map(run, in_specs=whole, out_specs=whole, axis_names=others)
+    return run(*operands)
 
 
 def _run_once(node: Node, operands: Arrays, axes: Axes) -> Arrays:

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from shardfn._core import compat
 from shardfn._core.leaf_options import Control
 from shardfn._core.leaves import Leaf
 from shardfn._core.plan import BodyPlan
@@ -54,5 +55,6 @@ class Planned:
         """Runs the step on local blocks, inside `shard_map`."""
         out = emit(self.program, self.body, args, self.axes)
         for j, (leaf, sharding) in enumerate(zip(self.state, self.stored, strict=True)):
-            out[j] = zero_padding(out[j], leaf.aval.shape, sharding, self.axes)
+            with compat.broadcasts_ranks():
+                out[j] = zero_padding(out[j], leaf.aval.shape, sharding, self.axes)
         return out

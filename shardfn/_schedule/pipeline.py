@@ -37,7 +37,7 @@ def schedule(
     Returns:
       The scheduled plan.
     """
-    body = _schedule(program, body, control, unit=False)
+    body = _schedule(program, body, control, axes, unit=False)
     body = prefetch(program, body, control)
     body = bucket(program, body, control) if control.joins else body
     body = order(program, pace(program, body), control)
@@ -45,12 +45,12 @@ def schedule(
 
 
 def _schedule(
-    program: Program, body: BodyPlan, control: Control, unit: bool
+    program: Program, body: BodyPlan, control: Control, axes: Axes, unit: bool
 ) -> BodyPlan:
     steps: list[Step] = []
     made = (s.result.version for s in body.steps if isinstance(s, Reshard))
     versions = itertools.count(1 + max(made, default=0))
-    for step in choose_dtypes(program, body, control).steps:
+    for step in choose_dtypes(program, body, control, axes).steps:
         if isinstance(step, Apply) and step.bodies:
             node = program.nodes[step.node]
             inner = tuple(
@@ -58,6 +58,7 @@ def _schedule(
                     inner_program,
                     inner_body,
                     control,
+                    axes,
                     unit=node.kind != "cond" and not mixes_passes(inner_program),
                 )
                 for inner_program, inner_body in zip(

@@ -12,33 +12,37 @@ from shardfn._core.leaf_options import Control
 from shardfn._core.phases import FORWARD, UPDATE
 from shardfn._core.plan import BodyPlan, Reshard, Step
 from shardfn._core.program import Program
-from shardfn._core.sharding import Unreduced
+from shardfn._core.sharding import Axes, Unreduced
 
 EXTREMES = ("max", "min")
 
 
-def choose_dtypes(program: Program, body: BodyPlan, control: Control) -> BodyPlan:
+def choose_dtypes(
+    program: Program, body: BodyPlan, control: Control, axes: Axes
+) -> BodyPlan:
     """Sets the dtypes of the moves of one body.
 
     Args:
       program: the body's program.
       body: its plan; plans inside it are left alone.
       control: the dtypes asked for.
+      axes: the mesh axes.
 
     Returns:
       The plan. Parameters are gathered in `gather_dtype` if that is narrower than their
       own, gradients summed in `reduce_dtype`. Maxima of narrow floats are taken in
       float32: their bits are compared (see `_lowering.collectives`), and GPUs and TPUs
-      compare no integers of 16 bits.
+      compare no integers of 16 bits. So are sums that the compiler cannot make in their
+      own dtype.
     """
     steps = tuple(
-        _chosen(program, step, control) if isinstance(step, Reshard) else step
+        _chosen(program, step, control, axes) if isinstance(step, Reshard) else step
         for step in body.steps
     )
     return replace(body, steps=steps)
 
 
-def _chosen(program: Program, step: Reshard, control: Control) -> Step:
+def _chosen(program: Program, step: Reshard, control: Control, axes: Axes) -> Step:
     asked = control.of(program.leaf(step.source.value))
     dtype = None
     if step.gathers_state and step.phase != UPDATE:
@@ -49,6 +53,8 @@ def _chosen(program: Program, step: Reshard, control: Control) -> Step:
         dtype = asked.reduce_dtype
     elif takes_extreme(step) and step.itemsize < 4:
         dtype = "float32"
+    if sums(step) and (dtype or step.dtype) in axes.cannot_sum:
+        dtype = "float32"
     if dtype is None or not is_floating(step.dtype):
         return step
     return replace(step, dtype=dtype, itemsize=jnp.dtype(dtype).itemsize)
@@ -56,8 +62,14 @@ def _chosen(program: Program, step: Reshard, control: Control) -> Step:
 
 def sums_gradient(program: Program, step: Reshard) -> bool:
     """Whether a move sums the terms of a parameter's gradient."""
-    sums = any(s == Unreduced() for s in step.path[0])
-    return sums and step.phase != FORWARD and bool(program.leaf(step.source.value))
+    return (
+        sums(step) and step.phase != FORWARD and bool(program.leaf(step.source.value))
+    )
+
+
+def sums(step: Reshard) -> bool:
+    """Whether a move sums terms."""
+    return any(s == Unreduced() for s in step.path[0])
 
 
 def takes_extreme(step: Reshard) -> bool:

@@ -85,6 +85,7 @@ def trace(
             jaxpr, out = _jaxpr(step, states, batch, split, axes, names_axes)
     except jax.errors.UnexpectedTracerError as error:
         raise leaked_tracer() from error
+    jaxpr = compat.without_refs(jaxpr)
     _check_effects(jaxpr)
     _check_not_mapped(jaxpr)
     count = _check_state(out, states, leaves)

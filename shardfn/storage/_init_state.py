@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from shardfn._core import compat, processes
 
@@ -37,7 +37,7 @@ def make_leaves(
     """
     if any(map(compat.is_traced, jax.tree.leaves(args))) or compat.is_tracing():
         return jax.jit(make, out_shardings=list(shardings))(*args)
-    made: dict[int, jax.Array] = {}
+    args, made = _on_devices(args, shardings), {}
     # One program makes leaves on the same devices.
     group = processes.of(shardings[0].device_set if shardings else ())
     for chosen, program in programs(make, shardings, sizes, args):
@@ -46,6 +46,18 @@ def make_leaves(
         if len(made) < len(shardings):
             jax.block_until_ready(list(made.values()))
     return [made[i] for i in range(len(shardings))]
+
+
+def _on_devices(args: Any, shardings: Sequence[Sharding]) -> Any:
+    """`args`, on every device that takes part: moved there as the caller's own, so that
+    `jax.transfer_guard` has no objection."""
+    meshes = {s.mesh for s in shardings if isinstance(s, NamedSharding)}
+    if len(meshes) != 1 or processes.count() > 1:
+        return args
+    everywhere = NamedSharding(meshes.pop(), PartitionSpec())
+    return jax.tree.map(
+        lambda x: jax.device_put(x, everywhere) if isinstance(x, jax.Array) else x, args
+    )
 
 
 def programs(

@@ -347,7 +347,14 @@ def axes_over(mesh: Mesh, names: tuple[str, ...], control: Control) -> Axes:
     """The mesh axes `names` of a mesh, the last divided into the groups asked for."""
     sizes = tuple(mesh.shape[n] for n in names)
     groups = control.on(names[-1], sizes[-1]).groups
-    return Axes(names, sizes, tuple(mesh.shape.items()), tuple(sorted(groups)))
+    has_others = len(mesh.axis_names) > len(names)
+    return Axes(
+        names,
+        sizes,
+        tuple(mesh.shape.items()),
+        tuple(sorted(groups)),
+        compat.dtypes_without_sum(mesh.devices.flat[0].platform, has_others),
+    )
 
 
 def _placed(states: Any) -> list[jax.Array]:
