@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 from hypothesis import strategies as st
-from language import Block, Call, Type, run_call
+from language import NARROW, Block, Call, Type, run_call
 
 LARGEST = 8192  # elements of a value
 BOUND = 64  # size of its elements
@@ -105,6 +105,8 @@ class Builder:
       leaves: leaves of the state and batch, which grow as they are asked for; only at
         depth 0.
       rows: rows of the batch.
+      favoured: operations that are chosen more often.
+      smooth: whether no value may be chosen by a jump.
     """
 
     draw: Callable[[st.SearchStrategy], Any]
@@ -114,6 +116,8 @@ class Builder:
     values: list[Value] = field(default_factory=list)
     depth: int = 0
     only_exact: bool = False
+    favoured: Sequence[str] = ()
+    smooth: bool = False
     leaves: dict[str, list[Type]] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
     count: int = 0
@@ -169,7 +173,7 @@ class Builder:
             raise NotPossible
         name = f"{kind}{len(self.leaves[kind])}"
         self.leaves[kind].append(type_)
-        value = Value(name, type_, True, 4 if type_.dtype == "i" else 2)
+        value = Value(name, type_, True, 2 if type_.dtype == "f" else 4)
         self.values.insert(0, value)
         return value
 
@@ -179,7 +183,7 @@ class Builder:
         """Adds a call of the operation `name`, its operands chosen at random."""
         op = self.table[name]
         args, params = op.choose(self)
-        if op.jumps and not all(a.exact for a in args):
+        if op.jumps and (self.smooth or not all(a.exact for a in args)):
             raise NotPossible
         return self.call(name, args, **params)
 
@@ -213,12 +217,14 @@ class Builder:
             return made
         small = []
         for value in made:
-            small += [value] if value.type.dtype in "bk" else self.squashed(value)
+            is_kept = value.type.dtype in "bk" + NARROW
+            small += [value] if is_kept else self.squashed(value)
         self.values += [v for v in small if v not in self.values]
         return small
 
     def squashed(self, value: Value) -> list[Value]:
-        return self.call("wrap" if value.exact else "squash", [value])
+        is_exact = value.exact and not self.smooth
+        return self.call("wrap" if is_exact else "squash", [value])
 
     def result_types(self, call: Call, args: Sequence[Value]) -> list[Type]:
         run = {name: op.run for name, op in self.table.items()}
@@ -262,6 +268,7 @@ class Builder:
             self.draw, self.table, self.sizes, self.rows, depth=self.depth + 1
         )
         inner.only_exact = only_exact or self.only_exact
+        inner.favoured, inner.smooth = self.favoured, self.smooth
         for i, x in enumerate(inputs):
             exact, bound = (x.exact, x.bound) if isinstance(x, Value) else (True, 4)
             type_ = x.type if isinstance(x, Value) else x
@@ -292,8 +299,9 @@ OFTEN = ("dense", "dot", "attention", "transpose", "reshape", "dropout", "scatte
 
 
 def operations(builder: Builder) -> list[str]:
-    """Names to choose from: what steps are made of stands there three times."""
-    return [*builder.table, *2 * OFTEN, *2 * FLOW]
+    """Names to choose from: what steps are made of stands there three times, what the
+    program favours four times."""
+    return [*builder.table, *2 * OFTEN, *2 * FLOW, *3 * tuple(builder.favoured)]
 
 
 def inner_operations(builder: Builder) -> list[str]:

@@ -6,14 +6,15 @@ import jax
 import jax.numpy as jnp
 from builder import Builder, Chosen, NotPossible, Value, bounded
 from jax import lax
-from language import Type
+from language import NARROW, Type
 from registry import operation
 
 SMALL = bounded(64)
 
 
 def some(b: Builder, count: int, **kwargs: Any) -> list[Value]:
-    return [b.pick("fib", **kwargs) for _ in range(b.integer(0, count))]
+    dtypes = "fib" + NARROW
+    return [b.pick(dtypes, **kwargs) for _ in range(b.integer(0, count))]
 
 
 def _row(v: Value) -> Value:
@@ -22,11 +23,11 @@ def _row(v: Value) -> Value:
 
 def _scan(b: Builder) -> Chosen:
     carry = [b.pick() for _ in range(b.integer(1, 2))]
-    xs = [b.pick("fik", 1, lambda v: v.shape[0] <= 36)]
+    xs = [b.pick("fik" + NARROW, 1, lambda v: v.shape[0] <= 36)]
     if not b.depth and b.boolean():
         xs = [b.param(b.integer(2, 5), b.size(), b.size())]
     xs += [
-        b.pick("fi", 1, lambda v: v.shape[0] == xs[0].shape[0])
+        b.pick("fi" + NARROW, 1, lambda v: v.shape[0] == xs[0].shape[0])
         for _ in range(b.integer(0, 1))
     ]
     consts = some(b, 2)
@@ -114,7 +115,7 @@ def cond(index, *args, bodies):
 
 
 def _vmap(b: Builder) -> Chosen:
-    x = b.pick("fi", 1)
+    x = b.pick("fi" + NARROW, 1)
     axis = b.axis(x)
     others = some(b, 2)
     axes = [axis]
@@ -135,6 +136,20 @@ def _slice(v: Value, axis: int) -> Value:
 @operation(_vmap, exact=True, growth=SMALL)
 def vmap(*args, in_axes, bodies):
     return jax.vmap(bodies[0], in_axes)(*args)
+
+
+def _mapped(b: Builder) -> Chosen:
+    x = b.pick("fi" + NARROW, 1, lambda v: v.shape[0] <= 36)
+    others = some(b, 1)
+    block, exacts, _ = b.body([*others, _row(x)], [], extra=1)
+    at_once = b.one_of([None, None, 2, 3])
+    return [x, *others], {"at_once": at_once, "bodies": [(block, exacts)]}
+
+
+@operation(_mapped, exact=True, growth=SMALL)
+def map_(x, *others, at_once, bodies):
+    """The body on each row, or on a few at once."""
+    return lax.map(lambda row: bodies[0](*others, row)[0], x, batch_size=at_once)
 
 
 def _inlined(b: Builder) -> Chosen:

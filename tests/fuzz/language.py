@@ -1,24 +1,37 @@
-"""Random programs as frozen values: what they are, and how they run as a plain step.
+"""Random programs as frozen values: what they are, and how their code runs.
 
-In: a `Program`. Out: the state, batches and pure training step that it stands for. Its
-repr is Python that makes it again, so a failure can be pasted into a test.
+In: a `Program`'s parts. Out: what the code computes. A program's repr is Python that
+makes it again, so a failure can be pasted into a test; `steps.py` says what training
+step it stands for.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-LEARNING_RATE = 0.125
-DTYPES = {"f": jnp.float32, "i": jnp.int32, "b": jnp.bool_}
+DTYPES = {
+    "f": jnp.float32,
+    "i": jnp.int32,
+    "b": jnp.bool_,
+    "B": jnp.uint8,
+    "y": jnp.int8,
+    "H": jnp.uint16,
+    "h": jnp.int16,
+    "I": jnp.uint32,
+}
+NARROW = "ByHhI"
+"""Integers that wrap around soon, or have no sign."""
+
+INTEGERS = "i" + NARROW
 
 
 @dataclass(frozen=True)
 class Type:
-    """Shape of an array, and its dtype: "f", "i", "b", or "k" for PRNG keys."""
+    """Shape of an array, and its dtype: a key of `DTYPES`, or "k" for PRNG keys."""
 
     shape: tuple[int, ...]
     dtype: str = "f"
@@ -93,6 +106,16 @@ class Program:
       micro: number of microbatches, over which gradients are summed in a scan.
       mesh: name of the mesh.
       min_size: as in `fully_shard`.
+      options: `(name, value)` of further arguments of `fully_shard`.
+      grads: which gradients a step takes: "one"; "two", of the parameters in turn,
+        as of two networks; "inner", the loss holding the gradient in the batch;
+        "unrolled", the loss behind an update.
+      form: how the step takes and gives its arguments; see `steps.FORMS`.
+      between: what happens to the state after a step; see `journeys.py`.
+      alias: which arrays are the same one: "" for none, "leaves" for two of the state,
+        "buffers" for two arrays on the same buffers, "batch" for one of the state and
+        one of the batch.
+      setting: a setting of JAX under which all runs; see `meshes.py`.
     """
 
     params: tuple[Type, ...]
@@ -107,6 +130,20 @@ class Program:
     micro: int = 1
     mesh: str = "2"
     min_size: int = 0
+    options: tuple[tuple[str, Any], ...] = ()
+    grads: str = "one"
+    form: str = "state"
+    between: str = ""
+    alias: str = ""
+    setting: str = ""
+
+    def __repr__(self) -> str:
+        given = [
+            f"{f.name}={getattr(self, f.name)!r}"
+            for f in fields(self)
+            if getattr(self, f.name) != f.default
+        ]
+        return f"Program({', '.join(given)})"
 
     def __str__(self) -> str:
         rest = {k: v for k, v in vars(self).items() if k != "forward"}
@@ -158,91 +195,3 @@ def run_call(
 
 def named(prefix: str, values: Sequence[Any]) -> dict[str, Any]:
     return {f"{prefix}{i}": x for i, x in enumerate(values)}
-
-
-def make_step(
-    program: Program, operations: dict[str, Callable[..., Any]]
-) -> Callable[[Any, Any], Any]:
-    """The plain training step of `program`."""
-
-    def loss_fn(params: Any, state: Any, key: Any, batch: Any) -> Any:
-        env = {**named("p", params), **named("c", state["counts"]), "key": key}
-        env = run_block(program.forward, {**env, **named("b", batch)}, operations)
-        total = jnp.mean if program.mean else jnp.sum
-        loss = sum((total(env[name]) for name in program.losses), jnp.float32(0))
-        return loss, [env[name] for name in program.forward.outputs]
-
-    wrap = {"": lambda f: f, "jit": jax.jit, "remat": jax.checkpoint}[program.wrap]
-    grad_fn = jax.value_and_grad(wrap(loss_fn), has_aux=True)
-
-    def grads_of(state: Any, key: Any, batch: Any) -> Any:
-        if program.micro == 1:
-            return grad_fn(state["params"], state, key, batch)
-
-        def one(total: Any, x: Any) -> Any:
-            (loss, aux), grads = grad_fn(state["params"], state, key, x)
-            return jax.tree.map(jnp.add, total, (loss, grads)), aux
-
-        parts = [x.reshape(program.micro, -1, *x.shape[1:]) for x in batch]
-        zero = jnp.float32(0), jax.tree.map(jnp.zeros_like, state["params"])
-        (loss, grads), aux = jax.lax.scan(one, zero, parts)
-        return (loss, aux), grads
-
-    def step(state: Any, batch: Any) -> Any:
-        key, now = jax.random.split(state["key"])
-        (loss, aux), grads = grads_of(state, now, batch)
-        norm = jnp.sqrt(sum((jnp.vdot(g, g) for g in grads), jnp.float32(1)))
-        if program.clip:
-            grads = [g / jnp.maximum(1.0, norm / 8) for g in grads]
-        params, opt = update(program.optimizer, state["params"], grads, state["opt"])
-        counts = [c + 1 for c in state["counts"]]
-        new = {"params": params, "opt": opt, "counts": counts, "key": key}
-        return new, {"loss": loss, "norm": norm, "aux": aux}
-
-    return step
-
-
-def update(optimizer: str, params: Any, grads: Any, opt: Any) -> tuple[Any, Any]:
-    """New parameters and moments. Adam's epsilon is large: rounding has to stay so."""
-    if optimizer == "sgd":
-        return [p - LEARNING_RATE * g for p, g in zip(params, grads, strict=True)], opt
-    if optimizer == "momentum":
-        opt = [0.5 * m + g for m, g in zip(opt, grads, strict=True)]
-        return [p - LEARNING_RATE * m for p, m in zip(params, opt, strict=True)], opt
-    moments = [
-        (0.5 * m + 0.5 * g, 0.5 * v + 0.5 * g * g)
-        for (m, v), g in zip(opt, grads, strict=True)
-    ]
-    moves = [m / (jnp.sqrt(v + 1e-2)) for m, v in moments]
-    if optimizer == "lamb":
-        moves = [
-            u * (jnp.linalg.norm(p) + 1) / (jnp.linalg.norm(u) + 1)
-            for p, u in zip(params, moves, strict=True)
-        ]
-    return [p - LEARNING_RATE * u for p, u in zip(params, moves, strict=True)], moments
-
-
-def make_state(program: Program) -> Any:
-    """The first state: small integers."""
-    rng = np.random.default_rng(1)
-    params = [_data(rng, t) for t in program.params]
-    zeros = [np.zeros(t.shape, np.float32) for t in program.params]
-    opt: Any = {"sgd": [], "momentum": zeros}.get(
-        program.optimizer, [(z, z) for z in zeros]
-    )
-    counts = [_data(rng, t) for t in program.counts]
-    state = {"params": params, "opt": opt, "counts": counts, "key": jax.random.key(3)}
-    return jax.tree.map(jnp.asarray, state)
-
-
-def make_batch(program: Program, seed: int) -> list[np.ndarray]:
-    rng = np.random.default_rng(100 + seed)
-    return [_data(rng, t) for t in program.batch]
-
-
-def _data(rng: np.random.Generator, type_: Type) -> np.ndarray:
-    if type_.dtype == "b":
-        return rng.integers(0, 2, type_.shape).astype(bool)
-    low = 0 if type_.dtype == "i" else -2
-    dtype = np.int32 if type_.dtype == "i" else np.float32
-    return rng.integers(low, 3, type_.shape).astype(dtype)

@@ -2,58 +2,113 @@
 where its sharded step differs from the plain one by more than rounding.
 """
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from language import Block, Program, make_batch, make_state, make_step
+from journeys import JOURNEYS, aliased, look_alike
+from language import Block, Program
 from operations import RUN, TABLE
-from sharded_and_plain import make_mesh
+from steps import FORMS, Step, batch_spec, make_batch, make_state, make_step
+from surroundings import AS_THE_USER, MESHES, SETTINGS
 
 import shardfn
 from shardfn.testing._compare import snapshot
 
 TOL = 1e-4
 NUDGE = 1e-6
+COARSE = 300
+"""How much more rounding there is where dtypes of 8 bits are on the wire."""
 
 
-def assert_same_steps(program: Program, steps: int = 2) -> bool:
+def assert_same_steps(program: Program, steps: int = 3) -> bool:
     """Runs both steps on the same state, `steps` times, the state staying sharded.
 
     Returns:
-      False if nothing can be said: numbers overflow, or rounding decides the result.
+      False if nothing can be said: numbers overflow, rounding decides the result, or
+      JAX's setting forbids the plain step.
     """
-    plain = jax.jit(make_step(program, RUN))
+    with SETTINGS[program.setting]():
+        return _assert_same_steps(program, steps)
+
+
+def _assert_same_steps(program: Program, steps: int) -> bool:
+    form = FORMS[program.form]
+    plain = jax.jit(plain_step(program))
     step = shard(program)
     state = step.shard(make_state(program))
-    exact = any(TABLE[name].jumps for name in names(program.forward))
+    exact = jumps(program.forward)
+    scale = COARSE if coarse(program) else 1
     for k in range(steps):
-        whole, batch = step.unshard(state), make_batch(program, k)
-        expected = plain(whole, batch)
+        state = aliased(state, program)
+        whole = step.unshard(state)
+        state = JOURNEYS[program.between](state, program)
+        batch = make_batch(program, k, whole)
+        try:
+            expected = plain(whole, batch)
+        except (FloatingPointError, TypeError):
+            if not program.setting:
+                raise
+            return False
         if not all(map(_finite, jax.tree.leaves(expected))):
             return False
-        state, metrics = step(state, batch)
+        if program.between and k == 1:
+            wrong = difference(*look_alike(program, whole, state))
+            assert not wrong, told(program, k, f"another step: {wrong}")
+        state, metrics = form.read(
+            step(*form.args(state, make_batch(program, k, state)))
+        )
         found = step.unshard(state), metrics
-        wrong = difference(expected, found)
+        wrong = difference(expected, found, scale=scale)
         if wrong and not exact:
-            noise = sensitivity(plain, whole, batch, expected)
-            if not difference(expected, found, noise):
+            noise = sensitivity(plain, whole, batch, expected, scale)
+            if not difference(expected, found, noise, scale):
                 return False
-        assert not wrong, f"step {k + 1}: {wrong}\n{program}\n{program!r}"
+        assert not wrong, told(program, k, wrong)
         if exact:
             # The program jumps: rounding must not decide where.
             state = step.shard(jax.tree.map(rounded, found[0]))
     return True
 
 
+def told(program: Program, k: int, wrong: str | None) -> str:
+    return f"step {k + 1}: {wrong}\n{program}\n{program!r}"
+
+
+def plain_step(program: Program) -> Step:
+    """The plain step; what JAX's setting forbids the language's own code may do."""
+    step, allowed = make_step(program, RUN), AS_THE_USER.get(program.setting)
+
+    def run(state: Any, batch: Any) -> Any:
+        with allowed() if allowed else contextlib.nullcontext():
+            return step(state, batch)
+
+    return run
+
+
 def shard(program: Program) -> shardfn.ShardedStep:
     """The sharded step of `program`, on its mesh."""
-    mesh = make_mesh(program.mesh)
-    axes = mesh.axis_names if len(mesh.axis_names) > 1 else mesh.axis_names[0]
-    plain = make_step(program, RUN)
-    return shardfn.fully_shard(plain, mesh, axis=axes, min_size=program.min_size)
+    layout, form = MESHES[program.mesh], FORMS[program.form]
+    return shardfn.fully_shard(
+        form.write(plain_step(program)),
+        layout.mesh,
+        axis=layout.axis,
+        min_size=program.min_size,
+        batch_spec=batch_spec(program),
+        **form.options,
+        **dict(program.options),
+    )
+
+
+def jumps(forward: Block) -> bool:
+    return any(TABLE[name].jumps for name in names(forward))
+
+
+def coarse(program: Program) -> bool:
+    return "bfloat16" in dict(program.options).values()
 
 
 def names(block: Block) -> Iterator[str]:
@@ -64,7 +119,7 @@ def names(block: Block) -> Iterator[str]:
             yield from names(body)
 
 
-def difference(a: Any, b: Any, noise: Any = None) -> str | None:
+def difference(a: Any, b: Any, noise: Any = None, scale: float = 1) -> str | None:
     """What differs between two pytrees; by more than 30 times `noise`, if given."""
     x, y = snapshot(a), snapshot(b)
     if x.structure != y.structure:
@@ -74,7 +129,7 @@ def difference(a: Any, b: Any, noise: Any = None) -> str | None:
         if p.aval.split(" weak")[0] != q.aval.split(" weak")[0]:
             return f"{path}: {q.aval} instead of {p.aval}"
         gap = np.linalg.norm(np.float64(p.value) - np.float64(q.value))
-        limit = TOL * max(1.0, float(np.linalg.norm(np.float64(p.value))))
+        limit = TOL * scale * max(1.0, float(np.linalg.norm(np.float64(p.value))))
         if not jnp.issubdtype(p.value.dtype, jnp.inexact):
             limit = 0.0
         if not gap <= limit + 30 * allowed:
@@ -82,15 +137,18 @@ def difference(a: Any, b: Any, noise: Any = None) -> str | None:
     return None
 
 
-def sensitivity(plain: Any, whole: Any, batch: Any, expected: Any) -> list[float]:
+def sensitivity(
+    plain: Any, whole: Any, batch: Any, expected: Any, scale: float = 1
+) -> list[float]:
     """Per result, how far it moves when the state moves by what rounding could."""
     rng = np.random.default_rng(0)
 
-    def nudged(x: jax.Array) -> jax.Array:
+    def nudged(x: jax.Array) -> Any:
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return x
         by = rng.standard_normal(x.shape, np.float32)
-        return x + NUDGE * (jnp.abs(x) + 1) * by
+        x = np.asarray(x)
+        return x + np.float32(NUDGE * scale) * (np.abs(x) + 1) * by
 
     other = plain(jax.tree.map(nudged, whole), batch)
     pairs = zip(jax.tree.leaves(expected), jax.tree.leaves(other), strict=True)
@@ -102,8 +160,9 @@ def sensitivity(plain: Any, whole: Any, batch: Any, expected: Any) -> list[float
     ]
 
 
-def rounded(x: jax.Array) -> jax.Array:
-    return jnp.round(x) if jnp.issubdtype(x.dtype, jnp.floating) else x
+def rounded(x: jax.Array) -> Any:
+    """Integers, on the host; rounding there compiles nothing."""
+    return np.round(np.asarray(x)) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def _finite(x: jax.Array) -> bool:

@@ -4,8 +4,10 @@ import jax
 import jax.numpy as jnp
 from builder import Builder, Chosen, bounded, largest, product, summed, total
 from jax import lax
-from language import Type
+from language import NARROW, Type
 from registry import along, fits, one, one_exact, operation, over_some, two
+
+ANY = "fi" + NARROW
 
 # Elementwise
 
@@ -15,8 +17,8 @@ operation(two(), exact=True, growth=product, name="mul")(jnp.multiply)
 operation(two("i"), exact=True, growth=total, name="add_int")(jnp.add)
 operation(two("i"), exact=True, growth=largest, name="min_int")(jnp.minimum)
 operation(two(exact=True), jumps=True, name="maximum")(jnp.maximum)
-operation(two("fi", exact=True), jumps=True, name="less")(jnp.less)
-operation(two("fi", exact=True), jumps=True, name="equal")(jnp.equal)
+operation(two(ANY, True), jumps=True, name="less")(jnp.less)
+operation(two(ANY, True), jumps=True, name="equal")(jnp.equal)
 operation(two("b"), jumps=True, name="and_")(jnp.logical_and)
 operation(two("b"), jumps=True, name="xor")(jnp.logical_xor)
 operation(one_exact("b"), jumps=True, name="not_")(jnp.logical_not)
@@ -78,7 +80,7 @@ operation(_where, exact=True, name="where")(jnp.where)
 
 
 @operation(
-    lambda b: (lambda x: ([x], {"axis": b.axis(x)}))(b.pick("fi", 1)),
+    lambda b: (lambda x: ([x], {"axis": b.axis(x)}))(b.pick(ANY, 1)),
     exact=True,
     growth=lambda a, r: a[0].bound + max(a[0].shape),
 )
@@ -102,15 +104,15 @@ def fold(x, y):
 operation(over_some("fi"), exact=True, growth=summed, name="sum_")(jnp.sum)
 operation(over_some(), name="mean")(jnp.mean)
 operation(over_some(), growth=bounded(10**4), name="var")(jnp.var)
-operation(over_some("fi", True), jumps=True, name="max_")(jnp.max)
-operation(over_some("fi", True), jumps=True, name="min_")(jnp.min)
+operation(over_some(ANY, True), jumps=True, name="max_")(jnp.max)
+operation(over_some(ANY, True), jumps=True, name="min_")(jnp.min)
 operation(over_some("b"), jumps=True, name="any_")(jnp.any)
 operation(over_some("b"), jumps=True, name="all_")(jnp.all)
 operation(along(), growth=bounded(10), name="logsumexp")(jax.nn.logsumexp)
 operation(along(), growth=bounded(1), name="softmax")(jax.nn.softmax)
 operation(along(), growth=bounded(64), name="log_softmax")(jax.nn.log_softmax)
-operation(along("fi", True), jumps=True, growth=bounded(128), name="argmax")(jnp.argmax)
-operation(along("fi", True), jumps=True, name="sort")(jnp.sort)
+operation(along(ANY, True), jumps=True, growth=bounded(128), name="argmax")(jnp.argmax)
+operation(along(ANY, True), jumps=True, name="sort")(jnp.sort)
 operation(along("f", True), jumps=True, growth=bounded(128), name="argsort")(
     jnp.argsort
 )
@@ -122,8 +124,8 @@ operation(
     name="cumsum",
 )(lax.cumsum)
 operation(along("f", True, reverse=both), jumps=True, name="cummax")(lax.cummax)
-operation(along("fib"), exact=True, name="flip")(jnp.flip)
-operation(along("fi", shift=(1, 2, -1)), exact=True, name="roll")(jnp.roll)
+operation(along("b" + ANY), exact=True, name="flip")(jnp.flip)
+operation(along(ANY, shift=(1, 2, -1)), exact=True, name="roll")(jnp.roll)
 
 
 @operation(lambda b: ([b.exact(ndim=1)], {"k": b.integer(1, 3)}), jumps=True)

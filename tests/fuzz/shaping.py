@@ -7,7 +7,10 @@ import jax.numpy as jnp
 from builder import Builder, Chosen, Value, bounded
 from hypothesis import strategies as st
 from jax import lax
+from language import NARROW
 from registry import along, operation, two
+
+ANY = "fib" + NARROW
 
 # Shapes
 
@@ -15,7 +18,7 @@ from registry import along, operation, two
 @operation(
     lambda b: (
         lambda x: ([x], {"permutation": tuple(b.draw(st.permutations(range(x.ndim))))})
-    )(b.pick("fib", 2)),
+    )(b.pick(ANY, 2)),
     exact=True,
 )
 def transpose(x, permutation):
@@ -23,7 +26,7 @@ def transpose(x, permutation):
 
 
 def _reshape(b: Builder) -> Chosen:
-    x = b.pick("fib", 1)
+    x = b.pick(ANY, 1)
     shape, d = x.shape, b.axis(x)
     divisors = [k for k in range(1, shape[d] + 1) if shape[d] % k == 0]
     split = b.one_of(divisors)
@@ -37,25 +40,25 @@ operation(_reshape, exact=True, name="reshape")(jnp.reshape)
 
 
 def _squeeze(b: Builder) -> Chosen:
-    x = b.pick("fib", 1, lambda v: 1 in v.shape)
+    x = b.pick(ANY, 1, lambda v: 1 in v.shape)
     return [x], {"axis": x.shape.index(1)}
 
 
 operation(_squeeze, exact=True, name="squeeze")(jnp.squeeze)
 
 
-@operation(lambda b: ([b.pick("fib")], {"n": b.size()}), exact=True)
+@operation(lambda b: ([b.pick(ANY)], {"n": b.size()}), exact=True)
 def broadcast(x, n):
     return jnp.broadcast_to(x, (n, *x.shape))
 
 
-@operation(along("fib", start=(0, 1, 2), step=(1, 2)), exact=True)
+@operation(along(ANY, start=(0, 1, 2), step=(1, 2)), exact=True)
 def slice_(x, axis, start, step):
     return lax.slice_in_dim(x, min(start, x.shape[axis] - 1), None, step, axis)
 
 
 def _concat(b: Builder) -> Chosen:
-    x = b.pick("fi", 1)
+    x = b.pick("fi" + NARROW, 1)
     d = b.axis(x)
 
     def same(v: Value) -> bool:

@@ -1,32 +1,53 @@
 """Hypothesis strategies for programs."""
 
+from collections.abc import Sequence
+from typing import Any
+
 from builder import LARGEST, Builder, Value, operations
 from hypothesis import strategies as st
-from language import Block, Program, Type
-from operations import TABLE
+from language import NARROW, Block, Program, Type
+from operations import TABLE, THEMES
+from oracle import jumps
+from surroundings import MESHES
 
 SIZES = (3, 5, 7, 8, 12, 36, 101)
-MESHES = ("2", "4", "8", "2x4")
+
+ROWS = (8, 16, 24, 8, 16, 24, 4, 12, 30, 320)
+
+BETWEEN: tuple[str, ...] = ()
+
+ALIASES = ("leaves",)
+
+SETTINGS = ("nans",)
+
+GRADS = ("two", "inner", "unrolled")
+
+OPTIONS: dict[str, tuple[Any, ...]] = {
+    "reshard_after_forward": (True, False),
+    "prefetch": (1, 2),
+    "bucket_bytes": (64, 2**20),
+    "accumulate": ("scatter", "defer"),
+    "reduce_dtype": ("float32", "bfloat16"),
+    "gather_dtype": ("float32", "bfloat16"),
+    "donate": (False,),
+    "shard": (False, {"params*": False}),
+}
 
 
 @st.composite
 def programs(draw: st.DrawFn, calls: int = 8) -> Program:
     """Training steps of up to `calls` random operations, and what those hold."""
+    mesh = draw(st.sampled_from(list(MESHES)))
     micro = draw(st.sampled_from([1, 1, 1, 2]))
-    rows = draw(st.sampled_from([8, 16, 24])) * micro
+    parts = MESHES[mesh].divides
+    rows = draw(st.sampled_from([n for n in ROWS if n % parts == 0])) * micro
     sizes = draw(st.lists(st.sampled_from(SIZES), min_size=1, max_size=3, unique=True))
     b = Builder(draw, TABLE, sizes, rows // micro)
     b.leaves = {"p": [], "c": [], "b": []}
     b.values.append(Value("key", Type((), "k"), True, 0))
-    x = Type((b.rows, *(b.size() for _ in range(b.integer(0, 2)))))
-    x = x if x.size <= LARGEST else Type(x.shape[:2])
-    x = x if x.size <= LARGEST else Type(x.shape[:1])
-    b.leaf("b", x)
-    b.leaf("b", Type(draw(st.sampled_from([(b.rows,), x.shape[:2], x.shape])), "i"))
-    if b.boolean():
-        b.leaf("b", Type((b.rows, b.size())))
-    b.leaf("c", Type(draw(st.sampled_from([(), (sizes[0],)])), "i"))
-    b.param(b.size())
+    grow_leaves(b, draw, sizes)
+    b.favoured = THEMES[draw(st.sampled_from(list(THEMES)))]
+    b.smooth = b.integer(0, 3) == 0
     b.grow(operations(b), b.integer(3, calls))
     if all(not v.name.startswith("v") for v in b.values):
         b.call("neg", [b.pick()])
@@ -37,17 +58,56 @@ def programs(draw: st.DrawFn, calls: int = 8) -> Program:
     wide = tuple(
         Type((t.shape[0] * micro, *t.shape[1:]), t.dtype) for t in b.leaves["b"]
     )
+    forward = Block(tuple(b.calls), tuple(v.name for v in metrics))
+    is_exact = jumps(forward)
     return Program(
         params=tuple(b.leaves["p"]),
         counts=tuple(b.leaves["c"]),
         batch=wide,
-        forward=Block(tuple(b.calls), tuple(v.name for v in metrics)),
+        forward=forward,
         losses=tuple(losses),
         mean=draw(st.booleans()),
         optimizer=draw(st.sampled_from(["sgd", "momentum", "adam", "lamb"])),
         clip=draw(st.booleans()),
         wrap=draw(st.sampled_from(["", "jit", "remat"])),
         micro=micro,
-        mesh=draw(st.sampled_from(MESHES)),
-        min_size=draw(st.sampled_from([0, 8, 64, 2**14])),
+        mesh=mesh,
+        min_size=draw(st.sampled_from([0, 0, 8, 64, 2**14])),
+        options=draw(options(is_exact)),
+        grads=draw(some_of(GRADS[:2] if is_exact else GRADS, "one")),
+        form=draw(some_of(("second", "several"), "state")),
+        between=draw(some_of(BETWEEN)),
+        alias=draw(some_of(ALIASES)),
+        setting=draw(some_of(SETTINGS)),
     )
+
+
+def grow_leaves(b: Builder, draw: st.DrawFn, sizes: Sequence[int]) -> None:
+    """The leaves that every program has, and in half of them narrow integers."""
+    x = Type((b.rows, *(b.size() for _ in range(b.integer(0, 2)))))
+    x = x if x.size <= LARGEST else Type(x.shape[:2])
+    x = x if x.size <= LARGEST else Type(x.shape[:1])
+    b.leaf("b", x)
+    indices = draw(st.sampled_from([(b.rows,), x.shape[:2], x.shape]))
+    b.leaf("b", Type(indices, draw(st.sampled_from("iiii" + NARROW))))
+    wide = Type((b.rows, b.size()))
+    if wide.size <= LARGEST and b.boolean():
+        b.leaf("b", wide)
+    if b.integer(0, 3) == 0:
+        b.leaf("b", Type((b.rows,), b.one_of(NARROW)))
+    shape = draw(st.sampled_from([(), (sizes[0],)]))
+    b.leaf("c", Type(shape, draw(st.sampled_from("iiii" + NARROW))))
+    b.param(b.size())
+
+
+def some_of(choices: tuple[str, ...], usual: str = "") -> st.SearchStrategy[str]:
+    """The usual one in two of three programs."""
+    return st.sampled_from([*max(2 * len(choices), 1) * [usual], *choices])
+
+
+@st.composite
+def options(draw: st.DrawFn, is_exact: bool) -> tuple[tuple[str, Any], ...]:
+    """Up to two options; no rounding on the wire where a program jumps."""
+    names = draw(st.lists(st.sampled_from(list(OPTIONS)), max_size=2, unique=True))
+    chosen = [(name, draw(st.sampled_from(OPTIONS[name]))) for name in names]
+    return tuple(c for c in chosen if not (is_exact and c[1] == "bfloat16"))
