@@ -25,7 +25,6 @@ from shardfn._core.program import Atom, Node, Program, aval_of
 from shardfn._core.sharding import Unreduced
 from shardfn._core.sizes import elements
 
-ROUNDS = 3
 Splits = list[AutoSplit]
 Flow = tuple[Apply, Splits]
 
@@ -244,13 +243,12 @@ def _settled(
 ) -> tuple[Splits, tuple[BodyPlan, Splits]]:
     """Carries that begin whole, as zeros do, take the split of what replaces them."""
     out = run(carry)
-    for _ in range(ROUNDS):
+    while True:  # a carry that is split stays so: it ends
         joined = [a or b for a, b in zip(carry, out[1], strict=False)]
         if joined == carry:
-            break
+            return carry, out
         carry = joined
         out = run(carry)
-    return carry, out
 
 
 _FLOW: dict[str, Callable[..., Flow]] = {

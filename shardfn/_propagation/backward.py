@@ -48,6 +48,14 @@ class Reviewed:
         values.update(v for v, wants in self.wants.items() if was(v) != wants)
         return values
 
+    def grown(self, before: "Reviewed") -> dict[int, Wants]:
+        """What is wanted of every value, or was by a pass before it."""
+        wants = dict(before.wants)
+        for value, now in self.wants.items():
+            was = wants.get(value, now)
+            wants[value] = tuple(a | b for a, b in zip(was, now, strict=True))
+        return wants
+
 
 @dataclass(slots=True)
 class Memo:

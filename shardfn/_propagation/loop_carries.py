@@ -1,4 +1,4 @@
-"""Shardings of what a loop carries: a bounded fixpoint.
+"""Shardings of what a loop carries: a fixpoint.
 
 In: the carries' initial shardings and a function that solves the loop's body. Out: one
 sharding per carry. Whatever the fixpoint ends at is correct, since the body's results
@@ -24,8 +24,6 @@ from shardfn._core.sharding import (
 )
 from shardfn._core.sizes import nbytes
 from shardfn._propagation.preferences import Wants, preferred, split_as_wanted
-
-ROUNDS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +53,9 @@ class Carries:
         """The fixpoint, from the carries' `initial` shardings.
 
         A carry that starts replicated may become split or, if `may_sum`, a sum whose
-        terms stay on their devices until after the loop. It changes at most twice, so
-        that the fixpoint ends.
+        terms stay on their devices until after the loop. Each change is to a sharding
+        that it has not had, of which there are few, or to replicated: so the fixpoint
+        ends, after at least as many rounds as carries hand a split on to each other.
         """
         carry = list(initial)
         sums = self.sums(carry) if may_sum else {}
@@ -66,16 +65,15 @@ class Carries:
             elif all(s is None for s in state):
                 carry[k] = split_as_wanted(state, self.wants[k], aval, self.axes)
         history: list[set[AxisSharding]] = [set(s) for s in carry]
-        for _ in range(ROUNDS):
+        while True:
             made = self.solve(carry).output_shardings
             joined = [
                 self.join(k, old, new, history[k])
                 for k, (old, new) in enumerate(zip(carry, made, strict=False))
             ]
             if joined == carry:
-                break
+                return tuple(carry)
             carry = joined
-        return tuple(carry)
 
     def sums(self, carry: Sequence[Sharding]) -> dict[int, Sharding]:
         """The carries that can stay unreduced until after the loop, and how.

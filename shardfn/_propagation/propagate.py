@@ -2,9 +2,10 @@
 
 Each round goes forward, deciding every node from its operands, then backward, noting
 what consumers want of each value and which unreduced values should be reduced where
-they are made. A few rounds settle; any round's decisions are a correct plan.
+they are made, until a round changes nothing. Any round's decisions are a correct plan.
 """
 
+import itertools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +25,9 @@ from shardfn._propagation.op_strategy import Decision, OpSite
 from shardfn._propagation.preferences import Wants, reduced
 from shardfn._propagation.result_shardings import settled
 
-ROUNDS = 5
+FREE_ROUNDS = 5
+"""Rounds in which a value may come to be wanted otherwise than before. After them what
+is wanted can only grow, so that rounds that go back and forth come to an end."""
 
 
 @dataclass(slots=True)
@@ -108,9 +111,10 @@ class _Body:
         self.env.update((v, replicated) for v, _ in self.program.constants)
         reviewed = Reviewed({}, frozenset())
         self.first(reviewed)
-        for _ in range(ROUNDS):
+        for round_ in itertools.count(1):
             again = self.review()
-            again = Reviewed(again.wants, again.settled | reviewed.settled)
+            wants = again.wants if round_ <= FREE_ROUNDS else again.grown(reviewed)
+            again = Reviewed(wants, again.settled | reviewed.settled)
             news = again.news(reviewed)
             if not news:
                 break
