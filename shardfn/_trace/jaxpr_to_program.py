@@ -21,6 +21,7 @@ from shardfn._core.op_sharding_rule import OpShardingRule, rule_of
 from shardfn._core.program import LITERAL, VALUE, ZERO, Atom, Node, Program, live
 from shardfn._trace.iota_indexing import Counts
 from shardfn._trace.row_shifts import Pieces
+from shardfn._trace.unordered import Unordered
 
 
 def make_program(closed_jaxpr: Any) -> Program:
@@ -77,6 +78,7 @@ class _Values:
     same: dict[int, int] = field(default_factory=dict)
     counts: Counts = field(default_factory=Counts)
     pieces: Pieces = field(default_factory=Pieces)
+    unordered: Unordered = field(default_factory=Unordered)
 
     def run(self, closed: Any, call: Any) -> Program:
         inputs = tuple(self.new(v.aval) for v in compat.open_jaxpr(closed)[0].invars)
@@ -117,20 +119,28 @@ class _Values:
             operands = tuple(map(read, eqn.invars))
             is_backward = backward or "transpose(" in compat.name_stack(eqn)
             body = compat.inlined_body(eqn)
-            batched = self.counts.batched(eqn, operands)
-            zeros = [self.kind(atom) == ZERO for atom in operands]
-            shifted = self.pieces.shifted(eqn, operands, zeros)
+            rewritten = self.rewritten(eqn, operands) if body is None else None
             if body is not None:
                 body = compat.close_jaxpr(body)
                 results = self.inline(body, operands, is_backward, eqn)
-            elif batched is not None:
-                results = self.inline(*batched, is_backward, eqn)
-            elif shifted is not None:
-                results = self.inline(*shifted, is_backward, eqn)
+            elif rewritten is not None:
+                results = self.inline(*rewritten, is_backward, eqn)
             else:
                 results = self.add(eqn, operands, is_backward)
             env.update(zip(eqn.outvars, results, strict=True))
         return tuple(map(read, jaxpr.outvars))
+
+    def rewritten(
+        self, eqn: Any, operands: Sequence[Atom]
+    ) -> tuple[Any, tuple[Atom, ...]] | None:
+        """A jaxpr that does what `eqn` does in a form that can be split, and its
+        operands."""
+        zeros = [self.kind(atom) == ZERO for atom in operands]
+        return (
+            self.counts.batched(eqn, operands)
+            or self.pieces.shifted(eqn, operands, zeros)
+            or self.unordered.ordered_no_more(eqn, operands)
+        )
 
     def add(
         self, eqn: Any, operands: tuple[Atom, ...], backward: bool
@@ -166,6 +176,7 @@ class _Values:
             self.zeros.update(outputs)
         if len(outputs) == 1:
             self.counts.equation(eqn, operands, outputs[0])
+            self.unordered.equation(eqn, operands, outputs[0], rule)
         self.pieces.equation(eqn, operands, outputs)
         if equal is not None:
             self.same.update(zip(outputs, equal, strict=True))
