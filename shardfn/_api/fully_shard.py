@@ -11,6 +11,7 @@ from shardfn import rules as rules  # fills the registry
 from shardfn._api.compiled_steps import Programs
 from shardfn._api.local_step import LocalStep
 from shardfn._api.plain_step import PlainStep, Step
+from shardfn._api.pmapped import unwrapped
 from shardfn._api.sharded_step import ShardedStep
 from shardfn._api.validate import (
     check_argnums,
@@ -245,7 +246,8 @@ def fully_shard(
     if train_step is None:
         return functools.partial(fully_shard, mesh=mesh, **options)
     check_step(train_step)
-    plain = PlainStep(train_step, min_size, strict, argnums, batch_spec, control)
+    inner, batch_spec = unwrapped(train_step, names, argnums, batch_spec)
+    plain = PlainStep(inner, min_size, strict, argnums, batch_spec, control)
     if mesh is None:
         needs_none = {"verify": verify == "off", "compiler_options": asked is None}
         for option, is_default in needs_none.items():
@@ -265,7 +267,7 @@ def fully_shard(
                 "Pass a mesh, or True or False."
             )
         local = LocalStep(plain, names)
-        functools.update_wrapper(local, train_step, updated=())
+        functools.update_wrapper(local, inner, updated=())
         return local
     for name in names:
         if names.count(name) > 1:
@@ -284,5 +286,5 @@ def fully_shard(
     axes = axes_over(mesh, names, control)
     storage = Storage(automatic(mesh), mesh, axes, min_size, control)
     step = ShardedStep(Programs(plain, storage, donate, asked), verify)
-    functools.update_wrapper(step, train_step, updated=())
+    functools.update_wrapper(step, inner, updated=())
     return step

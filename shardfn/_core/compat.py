@@ -4,6 +4,7 @@ Each function hides one difference between JAX 0.10, 0.11 and 0.12, or one priva
 """
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import os
@@ -16,6 +17,7 @@ from jax import numpy as jnp
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import distributed as _distributed
+from jax._src import pmap as _private_pmap
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import partial_eval as _private_partial_eval
 from jax._src.state import discharge as _discharge
@@ -99,6 +101,17 @@ def inlined_body(eqn: JaxprEqn) -> Any | None:
         run = _sparse(name)
         return _traced(eqn, lambda *xs: run(*xs, **eqn.params)) if run else None
     return None
+
+
+def summed_dimensions(eqn: JaxprEqn) -> frozenset[int]:
+    """The dimensions that a collective sum is over, where `jax.vmap` has made them of
+    mesh axes; empty if it is no such sum."""
+    if eqn.primitive.name != "psum" or len(eqn.invars) != 1:
+        return frozenset()
+    axes = eqn.params["axes"]
+    is_over_dims = all(isinstance(d, int) for d in axes)
+    whole = eqn.params.get("axis_index_groups") is None
+    return frozenset(axes) if is_over_dims and whole else frozenset()
 
 
 def _traced(eqn: JaxprEqn, fn: Callable[..., Any]) -> Any:
@@ -331,6 +344,38 @@ def is_internal_ref_effect(effect: Any) -> bool:
     """Whether this is the effect of arrays that are made and changed in place inside
     the traced function."""
     return type(effect).__name__ == "InternalMutableArrayEffect"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pmapped:
+    """What a `jax.pmap` was told: `axis_name` is None if none was given."""
+
+    axis_name: str | None
+    in_axes: Any
+    static_argnums: tuple[int, ...]
+
+
+def pmapped(fn: Any) -> Pmapped | None:
+    """What `jax.pmap` was told of a function that it returned; None of other ones."""
+    made = getattr(fn, "__code__", None)
+    if made is None or made.co_filename != _private_pmap.__file__:
+        return None
+    told = _closed_over(_closed_over(fn).get("infer_params"))
+    if "axis_name" not in told:
+        return None
+    name = told["axis_name"]
+    return Pmapped(
+        axis_name=name if isinstance(name, str) and "_internal" not in name else None,
+        in_axes=told.get("in_axes", 0),
+        static_argnums=tuple(told.get("static_broadcasted_tuple", ())),
+    )
+
+
+def _closed_over(fn: Any) -> dict[str, Any]:
+    """What a function has captured, by name."""
+    names = fn.__code__.co_freevars if fn is not None else ()
+    cells = fn.__closure__ or () if fn is not None else ()
+    return {n: cell.cell_contents for n, cell in zip(names, cells, strict=True)}
 
 
 def is_mapped(x: Any, name: str | None = None) -> bool:

@@ -21,6 +21,7 @@ from shardfn._core.op_sharding_rule import OpShardingRule, rule_of
 from shardfn._core.program import LITERAL, VALUE, ZERO, Atom, Node, Program, live
 from shardfn._trace.iota_indexing import Counts
 from shardfn._trace.row_shifts import Pieces
+from shardfn._trace.shared_terms import SharedTerms
 from shardfn._trace.unordered import Unordered
 
 
@@ -79,6 +80,7 @@ class _Values:
     counts: Counts = field(default_factory=Counts)
     pieces: Pieces = field(default_factory=Pieces)
     unordered: Unordered = field(default_factory=Unordered)
+    shared: SharedTerms = field(default_factory=SharedTerms)
 
     def run(self, closed: Any, call: Any) -> Program:
         inputs = tuple(self.new(v.aval) for v in compat.open_jaxpr(closed)[0].invars)
@@ -118,15 +120,19 @@ class _Values:
             eqn = compat.untyped_equation(eqn)
             operands = tuple(map(read, eqn.invars))
             is_backward = backward or "transpose(" in compat.name_stack(eqn)
+            taken_out = self.shared.taken_out(eqn, operands, self.avals)
             body = compat.inlined_body(eqn)
             rewritten = self.rewritten(eqn, operands) if body is None else None
-            if body is not None:
+            if taken_out is not None:
+                results = self.inline(*taken_out, is_backward, eqn)
+            elif body is not None:
                 body = compat.close_jaxpr(body)
                 results = self.inline(body, operands, is_backward, eqn)
             elif rewritten is not None:
                 results = self.inline(*rewritten, is_backward, eqn)
             else:
                 results = self.add(eqn, operands, is_backward)
+            self.shared.equation(eqn, operands, results)
             env.update(zip(eqn.outvars, results, strict=True))
         return tuple(map(read, jaxpr.outvars))
 
