@@ -11,15 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from shardfn._core.automatic_axes import AutoSplit, part_shape
-from shardfn._core.resharding import (
-    COMMUNICATES,
-    WIRE_OPS,
-    devices_of,
-    move_elements,
-    move_of,
-    wire_elements,
-)
-from shardfn._core.sharding import Axes, Sharding, Split, Unreduced
+from shardfn._core.moves import AllGather, Move, moves_of
+from shardfn._core.sharding import Axes, Sharding, Split
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +68,7 @@ class Reshard:
     @property
     def gathers_state(self) -> bool:
         return self.stored and any(
-            move_of(a, b)[0] == "all_gather"
-            for a, b in zip(self.path, self.path[1:], strict=False)
+            isinstance(m, AllGather) for m in moves_of(self.path)
         )
 
 
@@ -245,38 +237,8 @@ def line_names(text: str) -> frozenset[str]:
     return frozenset(re.findall(r"\bshardfn(?:\.\d+)+", text))
 
 
-@dataclass(frozen=True, slots=True)
-class WireMove:
-    """One move of a `Reshard` that uses the wire: `index` counts the moves of its path,
-    `axis` the mesh axes; `elements`, `devices` and `reduces` as in `Collective`."""
-
-    index: int
-    op: str
-    axis: int
-    elements: int
-    wire_bytes: int
-    devices: int
-    reduces: str
-
-
-def communicating_moves(step: Reshard, axes: Axes) -> Iterator[WireMove]:
-    """The moves of `step` that use the wire."""
-    for index, (before, after) in enumerate(
-        zip(step.path, step.path[1:], strict=False)
-    ):
-        op, axis = move_of(before, after)
-        if op in COMMUNICATES and axes.sizes[axis] > 1:
-            elements = move_elements(before, after, step.part_shape, axes)
-            sent = wire_elements(before, after, step.part_shape, axes) * step.itemsize
-            devices = devices_of(before, after, step.part_shape, axes)
-            state = before[axis]
-            reduces = state.op if isinstance(state, Unreduced) else ""
-            yield WireMove(
-                index,
-                WIRE_OPS.get(op, op),
-                axis,
-                elements,
-                round(sent),
-                devices,
-                "" if op in WIRE_OPS else reduces,
-            )
+def communicating_moves(step: Reshard, axes: Axes) -> Iterator[tuple[int, Move]]:
+    """The moves of `step` that use the wire, and which of its path each is."""
+    for index, move in enumerate(moves_of(step.path)):
+        if move.communicates and axes.sizes[move.axis] > 1:
+            yield index, move

@@ -1,10 +1,9 @@
-"""From one sharding of a value to another: which moves, in what order, at what cost.
+"""From one sharding of a value to another: which way, at most one mesh axis at a time.
 
 In: two shardings and the value's shape. Out: a path of shardings in which neighbours
-differ on one mesh axis; each step of it is one move, and `move_of` names it.
+differ on one mesh axis; what is between them is a move (see `moves`).
 """
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,31 +14,13 @@ from shardfn._core.sharding import (
     Sharding,
     Split,
     Unreduced,
-    along,
     axes_of,
     flat_start,
     is_flat,
     local_shape,
     on_axis,
     parts_of,
-    stored_shape,
 )
-
-COMMUNICATES = (
-    "all_gather",
-    "psum_scatter",
-    "all_to_all",
-    "all_reduce",
-    "gather_terms",
-    "ppermute",
-)
-
-WIRE_OPS = {"gather_terms": "all_gather"}
-"""The collective of a move that is not called like it: no collective multiplies, so the
-terms of a product are gathered and each device multiplies them."""
-
-JOINED = ("all_gather", "psum_scatter", "all_reduce")
-"""Moves of several values that can be one collective, if they sum."""
 
 
 def can_split(
@@ -172,89 +153,3 @@ def _gather(
         if misplaced or any(a < axis and a not in present for a in final):
             return on_axis(now, axis, None)
     return None
-
-
-def move_of(before: Sharding, after: Sharding) -> tuple[str, int]:
-    """Name of the move between two neighbours of a path, and the mesh axis it is
-    over."""
-    axis = next(a for a, (b, c) in enumerate(zip(before, after, strict=True)) if b != c)
-    state, goal = before[axis], after[axis]
-    if isinstance(state, Unreduced):
-        if isinstance(goal, Split):
-            return "psum_scatter", axis
-        return ("gather_terms" if state.op == "prod" else "all_reduce"), axis
-    if isinstance(state, Split):
-        if isinstance(goal, Split):
-            if state.shift != goal.shift:
-                return "ppermute", axis
-            same = state.dim == goal.dim
-            return ("relabel" if same else "all_to_all"), axis
-        return "all_gather", axis
-    return ("slice" if isinstance(goal, Split) else "mask"), axis
-
-
-def moves_of(path: Sequence[Sharding]) -> list[tuple[str, int]]:
-    """Names and mesh axes of the moves along a path."""
-    return [move_of(*ends) for ends in itertools.pairwise(path)]
-
-
-def move_elements(
-    before: Sharding, after: Sharding, shape: Sequence[int], axes: Axes
-) -> int:
-    """Elements of the larger side of a move on one device, padding included."""
-    op, axis = move_of(before, after)
-    if op == "psum_scatter":
-        scattered = stored_shape(shape, after, axes)
-        parts = math.prod(
-            axes.sizes[a]
-            for a, s in enumerate(after)
-            if isinstance(s, Split) and a != axis
-        )
-        return math.prod(scattered) // parts
-    if op == "all_gather":
-        n = along(before, axis, axes)
-        return math.prod(local_shape(shape, before, axes)) * n
-    if op == "gather_terms":
-        return math.prod(local_shape(shape, before, axes)) * axes.sizes[axis]
-    local = local_shape(shape, before, axes)
-    if op == "ppermute":
-        dim, _, rows = shift_of(before, after, shape, axes)
-        return math.prod(local) // local[dim] * (abs(rows) or local[dim])
-    return math.prod(local)
-
-
-def shift_of(
-    before: Sharding, after: Sharding, shape: Sequence[int], axes: Axes
-) -> tuple[int, int, int]:
-    """The dimension that a move shifts the blocks of, by how many blocks or rows."""
-    _, axis = move_of(before, after)
-    state, goal = before[axis], after[axis]
-    assert isinstance(state, Split) and isinstance(goal, Split)
-    moved, size = goal.shift - state.shift, local_shape(shape, before, axes)[goal.dim]
-    whole, left = (0, moved) if moved % size else (moved // size, 0)
-    return goal.dim, whole, left
-
-
-def devices_of(
-    before: Sharding, after: Sharding, shape: Sequence[int], axes: Axes
-) -> int:
-    """How many devices talk to each other in a move; in a shift, those of a cycle."""
-    op, axis = move_of(before, after)
-    if op == "ppermute":
-        _, blocks, _ = shift_of(before, after, shape, axes)
-        return axes.sizes[axis] // math.gcd(blocks or 1, axes.sizes[axis])
-    return min(along(before, axis, axes), along(after, axis, axes))
-
-
-def wire_elements(
-    before: Sharding, after: Sharding, shape: Sequence[int], axes: Axes
-) -> float:
-    """Elements that each device sends in a move, by a ring over the mesh axis."""
-    op, axis = move_of(before, after)
-    if op not in COMMUNICATES:
-        return 0.0
-    if op == "ppermute":
-        return move_elements(before, after, shape, axes)
-    n = devices_of(before, after, shape, axes)
-    trips = 2 if op == "all_reduce" else 1
-    return trips * move_elements(before, after, shape, axes) * (n - 1) / n

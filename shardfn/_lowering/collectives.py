@@ -6,9 +6,8 @@ along an axis means invarying along it.
 """
 
 import functools
-import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -17,12 +16,24 @@ from jax import lax
 
 from shardfn._core import compat
 from shardfn._core.errors import ShardingError, called, step_name
-from shardfn._core.resharding import JOINED, devices_of, move_of, shift_of
+from shardfn._core.moves import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    GatherTerms,
+    Mask,
+    Move,
+    Permute,
+    ReduceScatter,
+    Relabel,
+    Slice,
+    move_of,
+)
 from shardfn._core.sharding import (
     Axes,
+    AxisSharding,
     Sharding,
     Split,
-    Unreduced,
     along,
     local_shape,
     on_axis,
@@ -33,155 +44,68 @@ Names = tuple[str, ...]
 """What `shard_map` binds for one mesh axis."""
 
 
+Lowering = Callable[[jax.Array, Sequence[int], Any, Axes], jax.Array]
+"""Moves a local block of a value of that global shape."""
+
+
+LOWERINGS: dict[type[Move], Lowering] = {}
+
+
+def lowering(kind: type[Move]) -> Callable[[Lowering], Lowering]:
+    """Registers how a kind of move is done."""
+
+    def register(run: Lowering) -> Lowering:
+        LOWERINGS[kind] = run
+        return run
+
+    return register
+
+
 def run_move(
     x: jax.Array, shape: Sequence[int], before: Sharding, after: Sharding, axes: Axes
 ) -> jax.Array:
     """Moves `x`, a local block of a value of global `shape`, from `before` to
     `after`."""
-    op, axis = move_of(before, after)
-    name = names_of(before, after, axes)
-    state, goal = before[axis], after[axis]
-    if op == "relabel":
-        return x
-    if op == "all_reduce":
-        assert isinstance(state, Unreduced)
-        return _all_reduce(x, name, state.op)
-    if op == "gather_terms":
-        return lax.all_gather(varying(x, *name), name, to="invarying").prod(
-            axis=0, dtype=x.dtype
-        )
-    if op == "mask":
-        return _on_first_device(x, name)
-    if op == "ppermute":
-        return _shifted(x, name, *shift_of(before, after, shape, axes))
-    if op == "all_to_all":
-        assert isinstance(state, Split) and isinstance(goal, Split)
-        return lax.all_to_all(x, name, goal.dim, state.dim, tiled=True)
-    if op == "all_gather":
-        assert isinstance(state, Split)
-        return _all_gather(x, shape, after, state.dim, name, axes)
-    x, dim = _to_scatter(x, shape, before, after, axes)
-    local = x.shape[dim] // along(after, axis, axes)
-    if op == "psum_scatter":
-        x = varying(x, *name)
-        return lax.psum_scatter(x, name, scatter_dimension=dim, tiled=True)
-    assert op == "slice", op
-    return lax.dynamic_slice_in_dim(x, lax.axis_index(name) * local, local, dim)
+    move = move_of(before, after)
+    return LOWERINGS[type(move)](x, shape, move, axes)
 
 
-def run_together(
-    blocks: Sequence[jax.Array],
-    shapes: Sequence[Sequence[int]],
-    ends: Sequence[Sequence[Sharding]],
-    axes: Axes,
-) -> list[jax.Array]:
-    """Moves of the same kind, as one collective if they use the wire.
-
-    Args:
-      blocks: local blocks, of one dtype.
-      shapes: global shapes of their values.
-      ends: the shardings before and after, of each.
-      axes: the mesh axes.
-
-    Returns:
-      The blocks moved, their elements as `run_move` makes them.
-    """
-    op, axis = move_of(*ends[0])
-    before, after = ends[0]
-    name, n = names_of(before, after, axes), devices_of(before, after, shapes[0], axes)
-    each = list(zip(blocks, shapes, ends, strict=True))
-    if op not in JOINED:
-        return [run_move(x, shape, end[0], end[1], axes) for x, shape, end in each]
-    if op == "all_gather":
-        flat = varying(_joined([x.reshape(1, -1) for x in blocks]), *name)
-        parts = lax.all_gather(flat, name, axis=0, tiled=True, to="invarying")
-        whole = []
-        for part, (x, shape, (before, after)) in zip(
-            _parted(parts, [x.size for x in blocks]), each, strict=True
-        ):
-            full = local_shape(shape, after, axes)
-            view, along = viewed(full, _split_on(before, axis))
-            part = jnp.moveaxis(part.reshape(n, *x.shape), 0, along)
-            size = n * x.shape[along]
-            part = part.reshape(*x.shape[:along], size, *x.shape[along + 1 :])
-            whole.append(_cut_to(part, along, view[along]).reshape(full))
-        return whole
-    if op == "all_reduce":
-        sums = lax.psum(
-            varying(_joined([x.reshape(1, -1) for x in blocks]), *name), name
-        )
-        parts = _parted(sums, [x.size for x in blocks])
-        return [part.reshape(x.shape) for part, x in zip(parts, blocks, strict=True)]
-    rows, made = [], []
-    for x, shape, (before, after) in each:
-        x, dim = _to_scatter(x, shape, before, after, axes)
-        local = x.shape[dim] // n
-        x = x.reshape(*x.shape[:dim], n, local, *x.shape[dim + 1 :])
-        rows.append(jnp.moveaxis(x, dim, 0).reshape(n, -1))
-        made.append((*x.shape[:dim], *x.shape[dim + 1 :]))
-    terms = varying(_joined(rows), *name)
-    sums = lax.psum_scatter(terms, name, scatter_dimension=0, tiled=True)
-    parts = _parted(sums, [row.shape[1] for row in rows])
-    return [part.reshape(shape) for part, shape in zip(parts, made, strict=True)]
+# One move each
 
 
-def _joined(rows: Sequence[jax.Array]) -> jax.Array:
-    return jnp.concatenate(compat.varying_alike(rows), axis=1)
+@lowering(Relabel)
+def _relabel(
+    x: jax.Array, shape: Sequence[int], move: Relabel, axes: Axes
+) -> jax.Array:
+    return x
 
 
-def _parted(joined: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
-    ends = list(itertools.accumulate(sizes))
-    return [
-        lax.slice_in_dim(joined, end - size, end, axis=1)
-        for size, end in zip(sizes, ends, strict=True)
-    ]
-
-
-def _to_scatter(
-    x: jax.Array,
-    shape: Sequence[int],
-    before: Sharding,
-    after: Sharding,
-    axes: Axes,
-) -> tuple[jax.Array, int]:
-    """`x`, flattened if need be and padded so that the devices of the axis divide it,
-    and the dimension that they are to divide."""
-    _, axis = move_of(before, after)
-    full = local_shape(shape, on_axis(before, axis, None), axes)
-    view, dim = viewed(full, _split_on(after, axis))
-    local = local_shape(shape, after, axes)[dim]
-    return _pad_to(x.reshape(view), dim, local * along(after, axis, axes)), dim
-
-
-def names_of(before: Sharding, after: Sharding, axes: Axes) -> tuple[str, ...]:
-    """The names of the mesh axes that a move is over, as `shard_map` binds them."""
-    _, axis = move_of(before, after)
-    groups = (s.group for s in (before[axis], after[axis]) if isinstance(s, Split))
-    return axes.bound(axis, max(groups, default=0))
-
-
-def _split_on(sharding: Sharding, axis: int) -> int:
-    state = sharding[axis]
-    assert isinstance(state, Split)
-    return state.dim
-
-
+@lowering(AllGather)
 def _all_gather(
-    x: jax.Array,
-    shape: Sequence[int],
-    after: Sharding,
-    dim: int,
-    name: Names,
-    axes: Axes,
+    x: jax.Array, shape: Sequence[int], move: AllGather, axes: Axes
 ) -> jax.Array:
     """Gathers blocks and drops the padding."""
-    full = local_shape(shape, after, axes)
-    view, along = viewed(full, dim)
+    full, name = local_shape(shape, move.after, axes), names_of(move, axes)
+    view, along = viewed(full, dim_of(move.state))
     x = lax.all_gather(varying(x, *name), name, axis=along, tiled=True, to="invarying")
-    return _cut_to(x, along, view[along]).reshape(full)
+    return cut_to(x, along, view[along]).reshape(full)
 
 
-def _all_reduce(x: jax.Array, name: Names, op: str) -> jax.Array:
+@lowering(ReduceScatter)
+def _reduce_scatter(
+    x: jax.Array, shape: Sequence[int], move: ReduceScatter, axes: Axes
+) -> jax.Array:
+    name = names_of(move, axes)
+    x, dim = to_scatter(x, shape, move, axes)
+    x = varying(x, *name)
+    return lax.psum_scatter(x, name, scatter_dimension=dim, tiled=True)
+
+
+@lowering(AllReduce)
+def _all_reduce(
+    x: jax.Array, shape: Sequence[int], move: AllReduce, axes: Axes
+) -> jax.Array:
+    name, op = names_of(move, axes), move.reduces
     x = varying(x, *name)
     if op == "sum":
         return lax.psum(x, name)
@@ -194,6 +118,89 @@ def _all_reduce(x: jax.Array, name: Names, op: str) -> jax.Array:
     if op == "and":
         return ~_any(~x, name)
     raise ValueError(f"unknown reducer {op!r}")
+
+
+@lowering(GatherTerms)
+def _gather_terms(
+    x: jax.Array, shape: Sequence[int], move: GatherTerms, axes: Axes
+) -> jax.Array:
+    name = names_of(move, axes)
+    terms = lax.all_gather(varying(x, *name), name, to="invarying")
+    return terms.prod(axis=0, dtype=x.dtype)
+
+
+@lowering(AllToAll)
+def _all_to_all(
+    x: jax.Array, shape: Sequence[int], move: AllToAll, axes: Axes
+) -> jax.Array:
+    name = names_of(move, axes)
+    return lax.all_to_all(x, name, dim_of(move.goal), dim_of(move.state), tiled=True)
+
+
+@lowering(Permute)
+def _permute(
+    x: jax.Array, shape: Sequence[int], move: Permute, axes: Axes
+) -> jax.Array:
+    """Each device's block from `blocks` devices before it, or its own with `rows` rows
+    of its neighbour in front, or behind if they are negative, and as many less."""
+    dim, blocks, rows = move.shift(shape, axes)
+    name = names_of(move, axes)
+    count = math.prod(map(lax.axis_size, name))
+    step = blocks or (1 if rows > 0 else -1)
+    pairs = [(i, (i + step) % count) for i in range(count)]
+    if blocks:
+        return lax.ppermute(x, name, pairs)
+    size = x.shape[dim]
+    cut = size - rows if rows > 0 else -rows
+    ends = (
+        lax.slice_in_dim(x, 0, cut, axis=dim),
+        lax.slice_in_dim(x, cut, size, axis=dim),
+    )
+    if rows > 0:
+        return lax.concatenate([lax.ppermute(ends[1], name, pairs), ends[0]], dim)
+    return lax.concatenate([ends[1], lax.ppermute(ends[0], name, pairs)], dim)
+
+
+@lowering(Slice)
+def _slice(x: jax.Array, shape: Sequence[int], move: Slice, axes: Axes) -> jax.Array:
+    x, dim = to_scatter(x, shape, move, axes)
+    local = x.shape[dim] // along(move.after, move.axis, axes)
+    start = lax.axis_index(names_of(move, axes)) * local
+    return lax.dynamic_slice_in_dim(x, start, local, dim)
+
+
+@lowering(Mask)
+def _mask(x: jax.Array, shape: Sequence[int], move: Mask, axes: Axes) -> jax.Array:
+    """`x` on the axis's first device and zero on the others: terms that sum to `x`."""
+    name = names_of(move, axes)
+    x = varying(x, *name)
+    return jnp.where(lax.axis_index(name) == 0, x, jnp.zeros_like(x))
+
+
+# Helpers
+
+
+def to_scatter(
+    x: jax.Array, shape: Sequence[int], move: Move, axes: Axes
+) -> tuple[jax.Array, int]:
+    """`x`, flattened if need be and padded so that the devices of the axis divide it,
+    and the dimension that they are to divide."""
+    full = local_shape(shape, on_axis(move.before, move.axis, None), axes)
+    view, dim = viewed(full, dim_of(move.goal))
+    local = local_shape(shape, move.after, axes)[dim]
+    parts = along(move.after, move.axis, axes)
+    return _pad_to(x.reshape(view), dim, local * parts), dim
+
+
+def names_of(move: Move, axes: Axes) -> Names:
+    """The names of the mesh axes that a move is over, as `shard_map` binds them."""
+    groups = (s.group for s in (move.state, move.goal) if isinstance(s, Split))
+    return axes.bound(move.axis, max(groups, default=0))
+
+
+def dim_of(state: AxisSharding) -> int:
+    assert isinstance(state, Split)
+    return state.dim
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
@@ -231,31 +238,6 @@ def _any(x: jax.Array, name: Names) -> jax.Array:
     return lax.pmax(x.astype(jnp.int8), name).astype(jnp.bool_)
 
 
-def _shifted(x: jax.Array, name: Names, dim: int, blocks: int, rows: int) -> jax.Array:
-    """Each device's block from `blocks` devices before it, or its own with `rows` rows
-    of its neighbour in front, or behind if they are negative, and as many less."""
-    count = math.prod(map(lax.axis_size, name))
-    step = blocks or (1 if rows > 0 else -1)
-    pairs = [(i, (i + step) % count) for i in range(count)]
-    size = x.shape[dim]
-    cut = size - rows if rows > 0 else -rows
-    if blocks:
-        return lax.ppermute(x, name, pairs)
-    ends = (
-        lax.slice_in_dim(x, 0, cut, axis=dim),
-        lax.slice_in_dim(x, cut, size, axis=dim),
-    )
-    if rows > 0:
-        return lax.concatenate([lax.ppermute(ends[1], name, pairs), ends[0]], dim)
-    return lax.concatenate([ends[1], lax.ppermute(ends[0], name, pairs)], dim)
-
-
-def _on_first_device(x: jax.Array, name: Names) -> jax.Array:
-    """`x` on the axis's first device and zero on the others: terms that sum to `x`."""
-    x = varying(x, *name)
-    return jnp.where(lax.axis_index(name) == 0, x, jnp.zeros_like(x))
-
-
 def _pad_to(x: jax.Array, dim: int, size: int) -> jax.Array:
     missing = size - x.shape[dim]
     if not missing:
@@ -264,7 +246,7 @@ def _pad_to(x: jax.Array, dim: int, size: int) -> jax.Array:
     return lax.pad(x, jnp.zeros((), x.dtype), config)
 
 
-def _cut_to(x: jax.Array, dim: int, size: int) -> jax.Array:
+def cut_to(x: jax.Array, dim: int, size: int) -> jax.Array:
     if x.shape[dim] == size:
         return x
     return lax.slice_in_dim(x, 0, size, axis=dim)

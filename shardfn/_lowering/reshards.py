@@ -15,7 +15,8 @@ from shardfn._core import compat
 from shardfn._core.automatic_axes import auto_names, auto_spec
 from shardfn._core.plan import Place, Reshard, line_name
 from shardfn._core.sharding import Axes
-from shardfn._lowering.collectives import run_move, run_together
+from shardfn._lowering.collectives import run_move
+from shardfn._lowering.joined_collectives import run_together
 
 
 def move_along(

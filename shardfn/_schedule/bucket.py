@@ -9,9 +9,9 @@ import math
 from dataclasses import dataclass, field, replace
 
 from shardfn._core.leaf_options import Control
+from shardfn._core.moves import moves_of
 from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step, reads
 from shardfn._core.program import Program
-from shardfn._core.resharding import COMMUNICATES, JOINED, moves_of
 from shardfn._core.sharding import AxisSharding, Split, Unreduced
 
 
@@ -144,9 +144,10 @@ class _Buckets:
         most = self.control.of(leaf).bucket_bytes
         if not leaf or step.auto or step.dtype.startswith("key<"):
             return None
-        ops = {op for op, _ in moves_of(step.path)} & set(COMMUNICATES)
+        sent = [move for move in moves_of(step.path) if move.communicates]
+        joins = all(move.joins for move in sent)
         sums = all(s.op == "sum" for s in step.path[0] if isinstance(s, Unreduced))
-        if not ops or not ops <= set(JOINED) or not sums or _bytes(step) > most:
+        if not sent or not joins or not sums or _bytes(step) > most:
             return None
         return _Kind(
             early=step.gathers_state,

@@ -12,6 +12,7 @@ from importlib.resources import files
 from itertools import pairwise
 from typing import Any
 
+from shardfn._core.moves import AllGather, AllReduce, ReduceScatter
 from shardfn._core.plan import line_names
 from shardfn.analysis._figures import Figures, StoredLeaf
 from shardfn.analysis._hlo.timeline import MATMUL, OTHER, WAIT, Span
@@ -156,9 +157,9 @@ def _subject(line: Collective) -> str:
 
 
 def _move(op: str) -> str:
-    if op in SUMS or op == "all_reduce":
-        return "all_reduce"
-    return op if op in ("all_gather", "psum_scatter") else "exchange"
+    if op in SUMS or op == AllReduce.op:
+        return AllReduce.op
+    return op if op in (AllGather.op, ReduceScatter.op) else "exchange"
 
 
 def _rounds(report: Figures) -> list[Round]:

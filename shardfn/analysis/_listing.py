@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from shardfn._core.errors import where
 from shardfn._core.leaf_options import Control
+from shardfn._core.moves import AllGather
 from shardfn._core.plan import (
     BodyPlan,
     Place,
@@ -99,8 +100,9 @@ def _moves(
     at: Place,
 ) -> Iterator[Line]:
     place, fallback = user or ("", "")
-    for move in communicating_moves(step, axes):
-        gathers = move.op == "all_gather" and step.stored
+    for index, move in communicating_moves(step, axes):
+        gathers = isinstance(move, AllGather) and step.stored
+        sent = move.wire_elements(step.part_shape, axes) * step.itemsize
         key = path or f"{step.part_shape} {place}"
         yield (
             Collective(
@@ -109,14 +111,14 @@ def _moves(
                 phase=step.phase,
                 shape=step.part_shape,
                 dtype=step.dtype,
-                wire_bytes=move.wire_bytes,
+                wire_bytes=round(sent),
                 times=times,
                 path=path,
                 place=place,
                 fallback=fallback,
-                name=line_name(at, step.result, move.index),
-                elements=move.elements,
-                devices=move.devices,
+                name=line_name(at, step.result, index),
+                elements=move.elements(step.part_shape, axes),
+                devices=move.devices(step.part_shape, axes),
                 reduces=move.reduces,
             ),
             {key: math.prod(step.part_shape) * step.itemsize} if gathers else {},

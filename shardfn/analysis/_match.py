@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardfn._core import compat
+from shardfn._core.moves import AllGather, AllReduce
 from shardfn._core.plan import line_names
 from shardfn._core.sharding import Axes
 from shardfn.analysis._hlo import HloCollective, read_collectives
@@ -174,7 +175,7 @@ def _is_any(need: _Need, found: HloCollective) -> bool:
 
 def _is_op(need: _Need, found: HloCollective) -> bool:
     line = need.line
-    if line.op != "all_reduce":
+    if line.op != AllReduce.op:
         return found.op == line.op
     return found.op in (OF_BOOLEANS if line.dtype == "bool" else REDUCERS[line.reduces])
 
@@ -229,7 +230,7 @@ def _parts_of(whole: HloCollective, needs: Iterable[_Need]) -> list[_Need]:
         n
         for n in needs
         if n.runs
-        and n.line.op == "all_reduce"
+        and n.line.op == AllReduce.op
         and n.devices == whole.group_size
         and _status_of(n, replace(whole, elements=n.line.elements)) == PRESENT
     ]
@@ -287,5 +288,5 @@ def _is_twin(need: _Need, other: _Need) -> bool:
         b.path,
         b.elements,
     )
-    gathers = a.op == b.op == "all_gather"
+    gathers = a.op == b.op == AllGather.op
     return other is not need and not other.runs and same and gathers and bool(a.path)

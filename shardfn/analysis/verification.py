@@ -7,6 +7,7 @@ lines are there as planned, which are not, and what is there that no line asks f
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from shardfn._core.moves import AllReduce
 from shardfn.analysis._hlo import HloCollective, overlapped_bytes, wire_bytes
 from shardfn.analysis._text import join_columns, shape_text, size_text, subject
 from shardfn.analysis.collective import Collective
@@ -194,7 +195,7 @@ def _found(group: Sequence[LineCheck]) -> list[HloCollective]:
 
 def _planned_op(op: str) -> str:
     """The plan's word for a compiled collective's."""
-    return "all_reduce" if op in SUMS else op
+    return AllReduce.op if op in SUMS else op
 
 
 SUMS = ("psum", "pmax", "pmin", "pprod", "pand", "por")

@@ -2,7 +2,6 @@
 moved inside `shard_map(check_vma=True)`, whose types prove which are replicated.
 """
 
-import functools
 import itertools
 
 import jax
@@ -12,13 +11,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from sharded_and_plain import quick_compiles as quick_compiles
 
-from shardfn._core.resharding import (
-    can_split,
-    move_elements,
-    move_of,
-    reshard_path,
-    wire_elements,
-)
+from shardfn._core.moves import MOVES, move_of, moves_of
+from shardfn._core.resharding import can_split, reshard_path
 from shardfn._core.sharding import (
     Axes,
     Sharding,
@@ -32,7 +26,8 @@ from shardfn._core.sharding import (
     stored_shape,
     viewed,
 )
-from shardfn._lowering.collectives import run_move
+from shardfn._lowering.collectives import LOWERINGS, run_move
+from shardfn._lowering.joined_collectives import JOINED
 
 AXES = Axes(("replica", "data"), (2, 4))
 THREE = Axes(("pod", "replica", "data"), (2, 2, 3))
@@ -197,8 +192,7 @@ def test_reductions_of_booleans(mesh, op: str) -> None:
 
 def moves(start: Sharding, end: Sharding, shape: tuple[int, ...]) -> str:
     path = reshard_path(start, end, shape, AXES)
-    found = map(move_of, path, path[1:])
-    return ", ".join(f"{op}({AXES.names[axis]})" for op, axis in found)
+    return ", ".join(f"{m.name}({AXES.names[m.axis]})" for m in moves_of(path))
 
 
 SUMMED_AND_SHIFTED = "psum_scatter(data), ppermute(data), ppermute(data)"
@@ -255,13 +249,23 @@ def test_moves_of_a_path(start, end, expected) -> None:
     ],
 )
 def test_wire_elements(start, end, shape, elements, wire) -> None:
-    assert move_elements(start, end, shape, AXES) == elements
-    assert wire_elements(start, end, shape, AXES) == wire
+    move = move_of(start, end)
+    assert move.elements(shape, AXES) == elements
+    assert move.wire_elements(shape, AXES) == wire
 
 
 def test_a_scatter_is_never_dearer_than_reducing_and_slicing() -> None:
-    wire = functools.partial(wire_elements, shape=(101, 7), axes=AXES)
-    assert wire((None, SUM), (None, Split(0))) < wire((None, SUM), (None, None))
+    scatter = move_of((None, SUM), (None, Split(0)))
+    reduce = move_of((None, SUM), (None, None))
+    shape = (101, 7)
+    assert scatter.wire_elements(shape, AXES) < reduce.wire_elements(shape, AXES)
+
+
+def test_every_move_has_a_lowering() -> None:
+    assert set(LOWERINGS) == set(MOVES)
+    assert set(JOINED) == {kind for kind in MOVES if kind.joins}
+    for kind in MOVES:
+        assert bool(kind.op) == bool(kind.hlo) == bool(kind.trips), kind
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from shardfn._core.moves import MOVES, AllReduce, Permute, ReduceScatter
 from shardfn.analysis._hlo.groups import Groups, device_groups
 from shardfn.analysis._hlo.parse import Instruction, Module, integers, leaves
 
 _KINDS = {
-    "all-gather": "all_gather",
-    "reduce-scatter": "psum_scatter",
-    "all-reduce": "psum",
-    "all-to-all": "all_to_all",
+    **{move.hlo: move.op for move in MOVES if move.hlo},
+    AllReduce.hlo: "psum",  # or what else it reduces with: see `_REDUCERS`
     "ragged-all-to-all": "ragged_all_to_all",
-    "collective-permute": "ppermute",
     "collective-broadcast": "pbroadcast",
 }
 _REDUCERS = {
@@ -78,7 +76,7 @@ class HloCollective:
     def wire_bytes(self) -> int:
         """Bytes each device sends per run, by the ring algorithm."""
         n = self.group_size
-        if self.op in ("ppermute", "pbroadcast"):
+        if self.op in (Permute.op, "pbroadcast"):
             return self.bytes
         rounds = 2 if self.op in _REDUCERS.values() else 1
         return rounds * self.bytes * (n - 1) // n
@@ -134,7 +132,7 @@ def _results(instr: Instruction) -> list[tuple[str, int]]:
 def _op(instr: Instruction, module: Module) -> tuple[str, str]:
     """What it does, and the dtype it sums if that is packed into words."""
     kind = _KINDS[instr.opcode.removesuffix("-start")]
-    if kind not in ("psum", "psum_scatter"):
+    if kind not in ("psum", ReduceScatter.op):
         return kind, ""
     steps = module.called(instr, "to_apply")[0].instructions.values()
     is_packed = any(i.opcode == "shift-left" for i in steps)
