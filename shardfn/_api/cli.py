@@ -9,7 +9,7 @@ import inspect
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,18 +129,10 @@ def compiled_report(command: PlanCommand, step: Any, args: tuple[Any, ...]) -> R
 
 def sharded_on(name: str, step: Any, shape: tuple[int, ...] | None) -> ShardedStep:
     """A plain or local step, sharded over a target's devices."""
-    options: dict[str, Any] = {}
+    options: Mapping[str, Any] = {}
     names = ("data",)
     if isinstance(step, LocalStep):
-        names, plain = step.names, step.plain
-        options = dict(
-            axis=names,
-            min_size=plain.min_size,
-            strict=plain.strict,
-            state_argnums=plain.state_argnums,
-            batch_spec=plain.batch_spec,
-        )
-        step = plain.step
+        names, options, step = step.names, step.options, step.plain.step
     if shape is not None and len(shape) != len(names):
         raise CommandError(
             f"--mesh-shape {' '.join(map(str, shape))} has {len(shape)} sizes, and the "

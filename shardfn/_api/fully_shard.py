@@ -266,7 +266,7 @@ def fully_shard(
                 f"  fully_shard was called at {call_site()}\n"
                 "Pass a mesh, or True or False."
             )
-        local = LocalStep(plain, names)
+        local = LocalStep(plain, names, options)
         functools.update_wrapper(local, inner, updated=())
         return local
     for name in names:

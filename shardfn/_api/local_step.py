@@ -4,7 +4,7 @@ In: the plain step and the names of mesh axes that the caller binds. Out: a call
 that takes and returns what one device holds.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -42,10 +42,12 @@ class LocalStep:
     Attributes:
       plain: the plain step, and what its arguments mean.
       names: names of the mesh axes, major to minor.
+      options: the arguments of `fully_shard` that made it, by name.
     """
 
     plain: PlainStep
     names: tuple[str, ...]
+    options: Mapping[str, Any]
     _shapes: dict[tuple[Any, Shapes], list[Shapes]] = field(
         default_factory=dict, repr=False
     )

@@ -12,11 +12,17 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
+import shardfn
+from shardfn._api import cli
 from shardfn._api.cli import main
+from shardfn._api.fully_shard import Options
 from shardfn.analysis import targets
 
 ROOT = Path(__file__).parents[2]
@@ -227,3 +233,47 @@ def test_missing_packages_name_the_extra(monkeypatch) -> None:
         "error: the command line needs the package tyro, which is not installed.\n"
         "Run, in a clone of shardfn: pip install -e '.[cli]'"
     )
+
+
+GIVEN = {
+    "axis": "data",
+    "min_size": 3,
+    "strict": True,
+    "state_argnums": 0,
+    "batch_spec": P("data"),
+    "donate": False,
+    "verify": "off",  # as the next, it needs a mesh
+    "compiler_options": None,
+    "reshard_after_forward": {"*": False},
+    "gather_dtype": "bfloat16",
+    "reduce_dtype": {"*": "bfloat16"},
+    "accumulate": "defer",
+    "prefetch": 2,
+    "bucket_bytes": 64,
+    "shard": False,
+}
+"""A value for each option of `fully_shard`."""
+
+
+def descends(w, x):
+    loss, grad = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+    return w - grad, loss
+
+
+@pytest.mark.parametrize("option", Options.__annotations__)
+def test_the_command_line_passes_every_option_on(option: str, monkeypatch) -> None:
+    mesh = jax.make_mesh((8,), ("data",))
+    monkeypatch.setattr(cli.targets, "mesh", lambda *_: mesh)
+    passed: dict[str, Any] = {}
+
+    def made(step: Any, mesh: Any, **options: Any) -> Any:
+        passed.update(options)
+        return shardfn.fully_shard(step, mesh, **options)
+
+    monkeypatch.setattr(cli, "fully_shard", made)
+    local = shardfn.fully_shard(descends, **{option: GIVEN[option]})
+    sharded = cli.sharded_on("h100:8", local, None)
+    assert passed[option] == GIVEN[option]
+    direct = shardfn.fully_shard(descends, mesh, **{option: GIVEN[option]})
+    state, batch = jnp.ones((16, 16)), jnp.ones((16, 16))
+    assert sharded.plan(state, batch) == direct.plan(state, batch)
