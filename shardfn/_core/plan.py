@@ -7,7 +7,7 @@ sharding, `Apply` steps run one node of the program on such versions.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardfn._core.automatic_axes import AutoSplit, part_shape
@@ -194,15 +194,19 @@ def together(steps: Sequence[Step], index: int) -> tuple[Reshard, ...]:
     return tuple(found) if first.together == first.result else ()
 
 
-def without_move(body: BodyPlan, move: Reshard, instead: Ref) -> BodyPlan:
-    """`body` without `move`, its result replaced by another version."""
+def without_moves(body: BodyPlan, instead: Mapping[Ref, Ref]) -> BodyPlan:
+    """`body` without the moves that make some versions, each replaced by another."""
 
     def name(ref: Ref) -> Ref:
-        return instead if ref == move.result else ref
+        return instead.get(ref, ref)
 
     return replace(
         body,
-        steps=tuple(reading(s, name) for s in body.steps if s != move),
+        steps=tuple(
+            reading(step, name)
+            for step in body.steps
+            if isinstance(step, Apply) or step.result not in instead
+        ),
         outputs=tuple(None if ref is None else name(ref) for ref in body.outputs),
         exports=tuple(map(name, body.exports)),
     )

@@ -5,7 +5,8 @@ consumers take without a move, and the unreduced values that should be reduced w
 they are made.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -242,6 +243,7 @@ def _op(
     """What an op wants of its operands, of these numbers of elements."""
     filled = filled_factors(rule, decision.parts, axes)
     chosen = {axis for _, axis in decision.parts}
+    splittable = functools.cache(lambda factor: rule.is_splittable(factor, filled))
 
     def wanted(i: int, axis: int) -> frozenset[Split | None]:
         state = decision.operands[i][axis]
@@ -252,7 +254,7 @@ def _op(
         if axis in chosen:
             return frozenset({None} if state is None else ())
         return frozenset(
-            _through(rule, dims, rule.operands[i], want, filled)
+            _through(rule, dims, rule.operands[i], want, filled, splittable)
             for dims, wants in zip(rule.results, results, strict=True)
             for want in (wants[axis] if wants else ())
         )
@@ -267,6 +269,7 @@ def _through(
     operand: Any,
     want: Split | None,
     filled: frozenset[str],
+    splittable: Callable[[str], bool],
 ) -> Split | None:
     """The split of an operand that makes the result split as wanted."""
     if want is None:
@@ -276,7 +279,7 @@ def _through(
         keeps = rule.flat and len(operand) > start and operand[:start] == result[:start]
         return want if keeps else None
     factor = rule.major(result, want.dim, filled)
-    if factor is None or not rule.is_splittable(factor, filled):
+    if factor is None or not splittable(factor):
         return None
     dim = rule.dim_of(operand, factor)
     return None if dim is None else Split(dim, want.stored)

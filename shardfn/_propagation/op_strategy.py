@@ -8,8 +8,9 @@ state. That is fully sharded data parallelism: a parameter lacks the batch facto
 is gathered; its gradient contracts the batch factor, so it is unreduced.
 """
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,15 +124,16 @@ class OpSite:
         """The factor that `axis` splits and whether it is a stored one, or None."""
         held: dict[str, int] = {}
         batch: dict[str, int] = {}
+        can_part = functools.cache(functools.partial(self.can_part, axis))
         for i, state in enumerate(self.states):
             split = state[axis]
             if not isinstance(split, Split):
                 continue
             factor = self.factor(self.rule.operands[i], split.dim)
             kind = held if split.stored else batch
-            if factor is not None and self.can_part(axis, factor, split.stored):
+            if factor is not None and can_part(factor, split.stored):
                 kind[factor] = kind.get(factor, 0) + nbytes(self.operand_avals[i])
-        wanted, open_to_split = self.wanted(axis)
+        wanted, open_to_split = self.wanted(axis, can_part)
         if batch:
             best = max(batch, key=lambda f: (batch[f], f in wanted))
             return best, False
@@ -153,7 +155,9 @@ class OpSite:
     def filled(self) -> frozenset[str]:
         return filled_factors(self.rule, self.parts, self.axes)
 
-    def wanted(self, axis: int) -> tuple[dict[str, bool], bool]:
+    def wanted(
+        self, axis: int, can_part: Callable[[str, bool], bool]
+    ) -> tuple[dict[str, bool], bool]:
         """Factors that consumers want split, and whether none wants a result whole."""
         factors: dict[str, bool] = {}
         open_to_split = True
@@ -163,7 +167,7 @@ class OpSite:
                     open_to_split = False
                     continue
                 factor = self.factor(dims, want.dim)
-                if factor is not None and self.can_part(axis, factor, want.stored):
+                if factor is not None and can_part(factor, want.stored):
                     factors[factor] = factors.get(factor, True) and want.stored
         return factors, open_to_split
 

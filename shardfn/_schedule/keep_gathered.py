@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from shardfn._core.leaf_options import Control
 from shardfn._core.phases import FORWARD
-from shardfn._core.plan import BodyPlan, Ref, Reshard, Step, fresh, without_move
+from shardfn._core.plan import BodyPlan, Ref, Reshard, Step, fresh, without_moves
 from shardfn._core.program import Program
 from shardfn._core.sharding import Sharding, Split, on_axis
 from shardfn._schedule.value_origins import Frame, Origin, depth_of
@@ -142,7 +142,7 @@ def _import(
     step = body.steps[index]
     if isinstance(step, Reshard):
         if not source.group:
-            return without_move(body, step, ref)
+            return without_moves(body, {step.result: ref})
         again = replace(step, source=ref, path=source.part.path[::-1], after=None)
         return _with_steps(body, index, again)
     node = program.nodes[step.node]

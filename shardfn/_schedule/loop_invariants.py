@@ -8,13 +8,14 @@ move: the compiler inlines it, and would merge them with equal moves outside.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from shardfn._core.leaf_options import Control
 from shardfn._core.limits import LOOP_BYTES
 from shardfn._core.phases import mixes_passes
-from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step, reads, without_move
+from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step, reads, without_moves
 from shardfn._core.program import Program
 
 
@@ -31,28 +32,39 @@ def hoist(
     )
     plan = step.bodies[body]
     constants = {v: i for i, v in enumerate(node.bodies[body].inputs[:count])}
+    readers = Counter(ref for s in plan.steps for ref in set(reads(s)))
+    readers.update(ref for ref in (*plan.outputs, *plan.exports) if ref is not None)
     found = [
         (constants[s.source.value], s)
         for s in plan.steps
         if isinstance(s, Reshard)
         and s.source == Ref(s.source.value)
         and s.source.value in constants
-        and _is_only_use(plan, s)
+        and readers[s.source] == 1
     ]
     if node.kind != "custom":
-        leaving = _leaving(node.bodies[body], [s for _, s in found], control)
-        found = [(i, s) for i, s in found if s in leaving]
+        moves = _leaving(node.bodies[body], [s for _, s in found], control)
+        leaving = {move.result for move in moves}
+        found = [(i, s) for i, s in found if s.result in leaving]
     out: list[Step] = []
+    moved: dict[int, Reshard] = {}
+    operands, shardings = list(step.operands), list(step.operand_shardings)
     for i, move in found:
-        operand = step.operands[first + i]
+        operand = operands[first + i]
         if operand is None:
             continue
         outside = Ref(operand.value, next(versions))
         out.append(replace(move, source=operand, result=outside, after=None))
-        plan = _without(plan, move, i)
-        step = _with_operand(step, first + i, outside, move)
-    bodies = tuple(plan if i == body else b for i, b in enumerate(step.bodies))
-    return [*out, replace(step, bodies=bodies)]
+        operands[first + i], shardings[first + i] = outside, move.path[-1]
+        moved[i] = move
+    plan = _without(plan, moved)
+    step = replace(
+        step,
+        operands=tuple(operands),
+        operand_shardings=tuple(shardings),
+        bodies=tuple(plan if i == body else b for i, b in enumerate(step.bodies)),
+    )
+    return [*out, step]
 
 
 def _leaving(
@@ -76,25 +88,10 @@ def _leaving(
     return [*out, *others] if small else out
 
 
-def _is_only_use(plan: BodyPlan, move: Reshard) -> bool:
-    """Whether nothing in the body needs the constant as it comes in."""
-    if any(move.source in reads(step) for step in plan.steps if step != move):
-        return False
-    return move.source not in (*plan.outputs, *plan.exports)
-
-
-def _without(plan: BodyPlan, move: Reshard, i: int) -> BodyPlan:
-    """The body taking constant `i` as moved."""
-
-    plan = without_move(plan, move, move.source)
-    inputs = tuple(move.path[-1] if j == i else s for j, s in enumerate(plan.inputs))
-    return replace(plan, inputs=inputs)
-
-
-def _with_operand(step: Apply, position: int, ref: Ref, move: Reshard) -> Apply:
-    operands = (*step.operands[:position], ref, *step.operands[position + 1 :])
-    shardings = tuple(
-        move.path[-1] if j == position else s
-        for j, s in enumerate(step.operand_shardings)
+def _without(plan: BodyPlan, moved: Mapping[int, Reshard]) -> BodyPlan:
+    """The body taking constants, by their positions, as moved."""
+    plan = without_moves(plan, {move.result: move.source for move in moved.values()})
+    inputs = enumerate(plan.inputs)
+    return replace(
+        plan, inputs=tuple(moved[i].path[-1] if i in moved else s for i, s in inputs)
     )
-    return replace(step, operands=operands, operand_shardings=shardings)

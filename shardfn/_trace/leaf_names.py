@@ -7,13 +7,16 @@ from, or that they update.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from shardfn._core.phases import FORWARD, holds_backward, node_phases
 from shardfn._core.program import Atom, Node, Program, aval_of
 
 Labels = dict[int, str]
 """Values of a program and the path of their leaf."""
+
+_Key = tuple[Program, tuple[str, ...], tuple[str, ...]]
+"""A program, and the paths of its inputs and outputs."""
 
 
 def name_leaves(
@@ -42,6 +45,7 @@ class _Naming:
     """Names programs, gradients after `parameters` before other leaves."""
 
     parameters: set[str]
+    known: dict[_Key, Labels] = field(default_factory=dict)
 
     def name(
         self,
@@ -66,6 +70,18 @@ class _Naming:
         return replace(program, nodes=nodes, leaves=leaves)
 
     def labels(
+        self,
+        program: Program,
+        input_paths: Sequence[str],
+        output_paths: Sequence[str],
+    ) -> Labels:
+        """What the values of a program belong to; found once for the same paths."""
+        key = program, tuple(input_paths), tuple(output_paths)
+        if key not in self.known:
+            self.known[key] = self._labels(*key)
+        return self.known[key]
+
+    def _labels(
         self,
         program: Program,
         input_paths: Sequence[str],

@@ -1,0 +1,151 @@
+"""In: steps of two sizes. Out: planning the larger one calls hardly more functions of
+the library than its size says: nothing recurses twice, or goes through all for each.
+"""
+
+import functools
+import os.path
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from plan_helpers import cpu_mesh
+
+import shardfn
+
+ROOT = os.path.dirname(shardfn.__file__)
+W = jax.ShapeDtypeStruct((16, 16), jnp.float32)
+LOW = jax.ShapeDtypeStruct((16, 16), jnp.bfloat16)
+
+Case = tuple[Callable[..., Any], Any, dict[str, Any]]
+
+
+def trained(loss: Callable[..., Any], state: Any, **options: Any) -> Case:
+    def step(state, x):
+        value, grads = jax.value_and_grad(loss)(state, x)
+        return jax.tree.map(lambda p, g: p - g, state, grads), value
+
+    return step, state, options
+
+
+def layers(params, x):
+    for w in params:
+        x = x + jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+
+def unrolled(n: int, **options: Any) -> Case:
+    return trained(layers, [W] * n, **options)
+
+
+def rematted(n: int) -> Case:
+    def loss(params, x):
+        for w in params:
+            x = jax.checkpoint(lambda x, w: x + jnp.tanh(x @ w))(x, w)
+        return jnp.mean(x**2)
+
+    return trained(loss, [W] * n)
+
+
+def diamonds(n: int) -> Case:
+    """Linear operations whose operands meet again."""
+
+    def step(w, x):
+        g = jax.grad(lambda w: jnp.sum((x @ w).astype(jnp.float32)))(w)
+        for _ in range(n):
+            g = g * jnp.bfloat16(0.5) + g.T * jnp.bfloat16(0.5)
+        return w - g, ()
+
+    return step, LOW, {"reduce_dtype": "float32"}
+
+
+def microbatches(n: int) -> Case:
+    """A loop with a constant for every layer."""
+
+    def step(params, x):
+        def add(sums, x):
+            return jax.tree.map(jnp.add, sums, jax.grad(layers)(params, x)), None
+
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        sums, _ = lax.scan(add, zeros, x.reshape(2, 8, 16))
+        return jax.tree.map(jnp.subtract, params, sums), ()
+
+    return step, [W] * n, {}
+
+
+def joined(n: int) -> Case:
+    """One operation on every leaf, and its derivative with as many results."""
+    return trained(lambda p, x: jnp.mean((x @ jnp.concatenate(p, 1)) ** 2), [W] * n)
+
+
+def taken_apart(n: int) -> Case:
+    wide = jax.ShapeDtypeStruct((16, 16 * n), jnp.float32)
+    return trained(lambda p, x: layers(jnp.split(p, n, axis=1), x), wide)
+
+
+def nested(n: int, inside: Callable[..., Any], control: Callable[..., Any]) -> Case:
+    """Control flow in control flow, `n / 4` deep."""
+
+    def loss(w, x):
+        run = functools.partial(inside, w)
+        for _ in range(n // 4):
+            run = functools.partial(control, run)
+        return jnp.mean(run(x) ** 2)
+
+    return trained(loss, W)
+
+
+CASES: dict[str, Callable[[int], Case]] = {
+    "unrolled": unrolled,
+    "kept": functools.partial(unrolled, reshard_after_forward=False),
+    "ahead_and_joined": functools.partial(unrolled, prefetch=2, bucket_bytes=4096),
+    "rematted": rematted,
+    "diamonds": diamonds,
+    "microbatches": microbatches,
+    "joined": joined,
+    "taken_apart": taken_apart,
+    "branches_in_branches": functools.partial(
+        nested,
+        inside=lambda w, x: jnp.tanh(x @ w),
+        control=lambda run, x: lax.cond(x[0, 0] > 0, run, lambda x: x * 2, x),
+    ),
+    "scans_in_scans": functools.partial(
+        nested,
+        inside=lambda w, x: jnp.tanh(x @ w),
+        control=lambda run, x: lax.scan(lambda c, _: (run(c), None), x, length=2)[0],
+    ),
+}
+
+
+def calls(case: Case) -> Counter[str]:
+    """How often planning calls each function of the library, and it each other one."""
+    step, state, options = case
+    sharded = shardfn.fully_shard(step, cpu_mesh(8), min_size=0, **options)
+    seen: Counter[str] = Counter()
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event in ("call", "c_call") and code.co_filename.startswith(ROOT):
+            seen[code.co_qualname] += 1
+
+    batch = jax.ShapeDtypeStruct((16, 16), jax.tree.leaves(state)[0].dtype)
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        sharded.plan(state, batch)
+    finally:
+        sys.setprofile(before)
+    return seen
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_planning_grows_as_the_program_does(name: str) -> None:
+    least = 32 if name in ("joined", "taken_apart") else 8
+    small, large = (calls(CASES[name](n)) for n in (least, 3 * least))
+    grown = large.total() / small.total()
+    worst = (large - Counter({k: 3 * v for k, v in small.items()})).most_common(3)
+    assert grown < 3.4, worst
