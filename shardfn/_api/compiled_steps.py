@@ -55,15 +55,18 @@ class Programs:
         ahead = self.storage.control.prefetches
         return compiler_options(tuple(devices), self.asked, ahead)
 
-    def jitted(self, leaves: tuple[Leaf, ...], treedef: Any) -> Any:
+    def jitted(
+        self, leaves: tuple[Leaf, ...], treedef: Any, whole: bool = False
+    ) -> Any:
         """The jitted step on stored leaves, traced on the logical shapes of `leaves`.
 
-        Where it becomes part of another program, that is compiled as its own call says.
+        Where it becomes part of another program, that is compiled as its own call says,
+        and leaves that are stored padded come and go `whole`.
         """
-        options = {} if compat.is_tracing() else self.options
+        options = {} if whole else self.options
         shapes = tuple((leaf.aval.shape, leaf.auto) for leaf in leaves)
         donated = (0,) if self.donate and not compat.checks_values() else ()
-        key = treedef, shapes, tuple(options.items()), donated
+        key = treedef, shapes, whole, tuple(options.items()), donated
         storage = self.storage
         if key not in self._jitted:
 
@@ -73,9 +76,8 @@ class Programs:
                     for x, leaf in zip(stored, leaves, strict=True)
                 ]
                 planned = self.planned(tuple(named), treedef, batch)
-                out = on_mesh(planned, storage.mesh, storage.given)(
-                    *stored, *jax.tree.leaves(batch)
-                )
+                program = on_mesh(planned, storage.mesh, storage.given, whole)
+                out = program(*stored, *jax.tree.leaves(batch))
                 return jax.tree.unflatten(planned.traced.out_tree, out)
 
             functools.update_wrapper(run, self.plain.step, updated=())

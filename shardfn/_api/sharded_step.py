@@ -14,7 +14,7 @@ import numpy
 from jax.sharding import Mesh
 
 from shardfn._api.aot import report_on
-from shardfn._api.call_cache import Ready, types_of
+from shardfn._api.call_cache import Kind, Ready, apart, types_of
 from shardfn._api.compiled_steps import Programs
 from shardfn._api.plain_step import PlainStep
 from shardfn._api.planner import describe
@@ -33,8 +33,8 @@ from shardfn.analysis import targets
 from shardfn.analysis.plan import Plan
 from shardfn.analysis.report import Report
 from shardfn.storage._init_state import make_leaves
-from shardfn.storage._padding import remember
 from shardfn.storage._placement import Storage
+from shardfn.storage._stored_array import stored_array
 
 VERIFY = ("off", "warn", "error")
 
@@ -105,24 +105,26 @@ class ShardedStep:
         flat_batch, batch_tree = jax.tree.flatten(batch)
         key = self._key(state_tree, batch_tree, flat_batch)
         ready = None if key is None else self._ready.get(key)
-        if ready is not None and ready.takes(stored):
-            placed = ready.place(flat_batch)
+        found = None if ready is None else ready.arrays(stored)
+        placed = None if ready is None else ready.place(flat_batch)
+        if ready is not None and found is not None and placed is not None:
+            stored, oldest = found
         else:
+            oldest = 0
             ready, stored, placed = self._prepare(states, batch)
             if key is not None:
                 self._ready[key] = ready
-        if self.programs.donate:
-            stored = _apart(stored, placed)
+        if ready.donates:
+            stored = apart(stored, placed, oldest)
         try:
             out = ready.run(stored, jax.tree.unflatten(batch_tree, placed))
         except jax.errors.UnexpectedTracerError as error:
             raise leaked_tracer() from error
         flat, tree = jax.tree.flatten(out)
         new, rest = flat[: len(stored)], flat[len(stored) :]
-        for i, shape in ready.padded:
-            if not compat.is_traced(new[i]):
-                remember(new[i], shape)
-        return jax.tree.unflatten(tree, [*new, *self.storage.hand_back(rest)])
+        return jax.tree.unflatten(
+            tree, [*ready.leaves(new), *self.storage.hand_back(rest)]
+        )
 
     @names_step
     def lower(self, *args: Any, **named: Any) -> jax.stages.Lowered:
@@ -232,9 +234,10 @@ class ShardedStep:
         storage = self.storage
         made = made_by(init_fn, args, storage.auto_sizes)
         leaves, treedef = storage.leaves((made,))
-        out = make_leaves(*storage.stored_init(init_fn, leaves), args)
-        storage.remember(out, leaves, treedef)
-        return jax.tree.unflatten(treedef, out)[0]
+        traced = is_traced(args)
+        out = make_leaves(*storage.stored_init(init_fn, leaves, whole=traced), args)
+        storage.note_splits(leaves, treedef)
+        return jax.tree.unflatten(treedef, storage.as_leaves(out, leaves))[0]
 
     @names_step
     def abstract(self, init_fn: Callable[..., Any], *args: Any) -> Any:
@@ -265,11 +268,14 @@ class ShardedStep:
           `fully_shard`, and over other mesh axes as it comes in. A leaf that no
           dimension divides is stored padded, or flattened and padded.
         """
-        stored, leaves, treedef = self.storage.place((state,))
-        given = {id(x) for x in jax.tree.leaves(state)}
-        stored = [jax.numpy.copy(x) if id(x) in given else x for x in stored]
-        self.storage.remember(stored, leaves, treedef)
-        return jax.tree.unflatten(treedef, stored)[0]
+        storage, traced = self.storage, is_traced(state)
+        stored, leaves, treedef = storage.place((state,), whole=traced)
+        given = map(stored_array, jax.tree.leaves(state))
+        stored = [
+            jax.numpy.copy(x) if x is old and not traced else x
+            for x, old in zip(stored, given, strict=True)
+        ]
+        return jax.tree.unflatten(treedef, storage.as_leaves(stored, leaves))[0]
 
     @names_step
     def unshard(self, state: Any, process: int | None = None) -> Any:
@@ -339,8 +345,8 @@ class ShardedStep:
           Pytree of `NamedSharding`.
         """
         leaves, treedef = self.storage.leaves((state,))
-        named = [self.storage.named(x, s) for x, s in self.storage.each(leaves)]
-        return jax.tree.unflatten(treedef, named)[0]
+        avals = [self.storage.whole_aval(x, s) for x, s in self.storage.each(leaves)]
+        return jax.tree.unflatten(treedef, [x.sharding for x in avals])[0]
 
     # Inside
 
@@ -355,24 +361,28 @@ class ShardedStep:
         storage = self.storage
         batch_leaves, batch_tree = self.storage.batch_leaves(batch)
         split = self.plain.split(batch, batch_leaves, storage.axes)
-        stored, leaves, treedef = storage.place(states)
+        whole = is_traced((states, batch))
+        stored, leaves, treedef = storage.place(states, whole)
         placed = storage.place_batch(batch, batch_leaves, split)
-        shapes = tuple(jax.numpy.shape(x) for x in stored)
+        kinds = tuple(
+            Kind(storage.stored_aval(x, s), x.aval.shape, x.name)
+            for x, s in storage.each(leaves)
+        )
+        padded = (i for i, k in enumerate(kinds) if k.is_padded and not whole)
         ready = Ready(
-            run=self.programs.jitted(leaves, treedef),
-            shapes=shapes,
-            logical=tuple(leaf.aval.shape for leaf in leaves),
-            shardings=tuple(storage.named(x, s) for x, s in storage.each(leaves)),
-            padded=storage.to_remember(shapes, leaves, treedef),
+            run=self.programs.jitted(leaves, treedef, whole),
+            kinds=kinds,
+            padded=tuple(padded),
             batch_shardings=tuple(
                 storage.named(leaf, s) if leaf.aval.shape else None
                 for leaf, s in zip(batch_leaves, split, strict=True)
             ),
+            donates=self.programs.donate and not whole,
         )
         kinds = tuple((x.aval, x.auto) for x in (*leaves, *batch_leaves))
         program = treedef, batch_tree, kinds, storage.home, compat.configuration()
         if program not in self._checked:
-            is_real = not any(map(compat.is_traced, (*stored, *placed)))
+            is_real = not whole
             given = jax.tree.unflatten(batch_tree, placed)
             planned = functools.partial(self.programs.planned, leaves, treedef, given)
             lowered = functools.partial(ready.run.lower, stored, given)
@@ -419,14 +429,6 @@ class ShardedStep:
         warnings.warn(f"{message}It runs as it is.", VerificationWarning, stacklevel=2)
 
 
-def _apart(stored: list[Any], batch: list[Any]) -> list[Any]:
-    """The stored leaves, where none is also another one or in the batch: donated twice,
-    or donated and read, a buffer ends the process."""
-    if len(set(map(id, (*stored, *batch)))) == len(stored) + len(batch):
-        return stored
-    seen, apart = set(map(id, batch)), []
-    for x in stored:
-        is_again = id(x) in seen and not compat.is_traced(x)
-        seen.add(id(x))
-        apart.append(jax.numpy.copy(x) if is_again else x)
-    return apart
+def is_traced(tree: Any) -> bool:
+    """Whether a call with these arguments is traced, or becomes part of what is."""
+    return compat.is_tracing() or any(map(compat.is_traced, jax.tree.leaves(tree)))

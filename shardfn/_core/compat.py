@@ -17,9 +17,12 @@ from jax import numpy as jnp
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import distributed as _distributed
+from jax._src import dtypes as _dtypes
 from jax._src import pmap as _private_pmap
 from jax._src.interpreters import batching as _batching
+from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import partial_eval as _private_partial_eval
+from jax._src.interpreters import pxla as _pxla
 from jax._src.state import discharge as _discharge
 from jax.extend import core
 from jax.extend import random as _extend_random
@@ -45,9 +48,12 @@ _POSITIONAL = {"psum": jnp.sum, "pmax": jnp.max, "pmin": jnp.min}
 _SPARSE = ("bcoo", "bcsr", "coo", "csr")
 
 CONCRETE_ARRAYS = tuple(
-    t for t in jax.Array.__subclasses__() if t.__name__ in ("ArrayImpl", "PRNGKeyArray")
+    t
+    for name in ("ArrayImpl", "PRNGKeyArray")
+    for t in jax.Array.__subclasses__()
+    if t.__name__ == name
 )
-"""The types of arrays that have values: not tracers."""
+"""The types of arrays that have values, not tracers: of numbers, and of PRNG keys."""
 
 PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 """The folder that this package is in, with a separator behind it."""
@@ -522,6 +528,43 @@ def jit_enabled() -> contextlib.AbstractContextManager[Any]:
 def is_tracing() -> bool:
     """Whether a transform is tracing here, or an evaluation under one runs."""
     return not _core.trace_state_clean()
+
+
+@contextlib.contextmanager
+def evaluating() -> Iterator[None]:
+    """Operations on arrays that have values run at once, whatever is traced around them
+    and whatever mesh is set."""
+    with jax.ensure_compile_time_eval(), at_top_level():
+        yield
+
+
+def register_array(cls: type, whole: Callable[[Any], jax.Array]) -> None:
+    """Makes JAX take objects of a class for arrays, as it does its own PRNG keys.
+
+    Args:
+      cls: a subclass of `jax.Array` with an attribute `aval`.
+      whole: what makes one an array of JAX's own.
+    """
+
+    def shard(xs: Any, shardings: Any, layouts: Any, copies: Any) -> Any:
+        return _pxla.shard_args(shardings, layouts, copies, list(map(whole, xs)))
+
+    def constant(val: Any, aval: Any) -> Any:
+        return _mlir.get_constant_handler(CONCRETE_ARRAYS[0])(whole(val), aval)
+
+    _core.pytype_aval_mappings[cls] = lambda x: x.aval
+    _pxla.shard_arg_handlers[cls] = shard
+    _mlir.register_constant_handler(cls, constant)
+    if hasattr(_dtypes, "register_canonicalize_value_handler"):
+        _dtypes.register_canonicalize_value_handler(cls, None)
+    else:
+        _dtypes.canonicalize_value_handlers[cls] = lambda x: x
+
+
+def aval_of(x: jax.ShapeDtypeStruct) -> Any:
+    """The type that JAX gives an array of this shape, dtype and sharding."""
+    aval = _core.ShapedArray(x.shape, x.dtype, weak_type=x.weak_type)
+    return _core.update_aval_with_sharding(aval, x.sharding)
 
 
 def compiler_settings() -> list[str]:

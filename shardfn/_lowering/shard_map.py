@@ -12,12 +12,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardfn._core import compat
 from shardfn._core.automatic_axes import full_spec
-from shardfn._core.sharding import Axes, Sharding, partition_spec
+from shardfn._core.sharding import Axes, Sharding, partition_spec, stored_shape
 from shardfn._lowering.planned_program import Planned
+from shardfn.storage._padding import to_stored, to_whole, whole_spec
 
 
 def on_mesh(
-    planned: Planned, mesh: Mesh, given: Mesh
+    planned: Planned, mesh: Mesh, given: Mesh, whole: bool = False
 ) -> Callable[..., list[jax.Array]]:
     """The planned step on arrays typed by the caller's mesh, explicit or not.
 
@@ -25,6 +26,7 @@ def on_mesh(
       planned: the step.
       mesh: the mesh it is planned on, whose axes are automatic.
       given: the caller's mesh of the same devices.
+      whole: whether leaves that are stored padded come and go in their own shapes.
     """
 
     def run(*args: jax.Array) -> list[jax.Array]:
@@ -36,17 +38,40 @@ def on_mesh(
         named = [NamedSharding(mesh, spec) for spec in output_specs(planned)]
         return list(map(jax.lax.with_sharding_constraint, out, named))
 
+    def untyped(*args: jax.Array) -> list[jax.Array]:
+        return _of_whole(planned, run)(*args) if whole else run(*args)
+
     def typed(*args: jax.Array) -> list[jax.Array]:
         if not any(map(compat.is_explicit, args)):
-            return run(*args)
-        specs = output_specs(planned)
+            return untyped(*args)
+        specs = output_specs(planned, whole)
         with jax.sharding.use_abstract_mesh(given.abstract_mesh):
             over: Any = jax.sharding.auto_axes(
-                run, axes=given.axis_names, out_sharding=specs
+                untyped, axes=given.axis_names, out_sharding=specs
             )
             return over(*args)
 
     return typed
+
+
+def _of_whole(
+    planned: Planned, run: Callable[..., list[jax.Array]]
+) -> Callable[..., list[jax.Array]]:
+    """`run` on leaves that come and go in their own shapes."""
+    count = len(planned.state)
+
+    def stored(x: jax.Array, sharding: Sharding) -> jax.Array:
+        padded = to_stored(x, sharding, planned.axes)
+        is_weak = getattr(x, "weak_type", False)
+        return x if padded is x else compat.with_weak_type(padded, is_weak)
+
+    def of_whole(*args: jax.Array) -> list[jax.Array]:
+        state = map(stored, args[:count], planned.stored)
+        out = run(*state, *args[count:])
+        shapes = (leaf.aval.shape for leaf in planned.state)
+        return [*map(to_whole, out[:count], shapes), *out[count:]]
+
+    return of_whole
 
 
 def _sharded(planned: Planned, mesh: Mesh) -> Callable[..., list[jax.Array]]:
@@ -118,12 +143,19 @@ def _bound(sharding: Sharding, axes: Axes) -> PartitionSpec:
     return PartitionSpec(*entries)
 
 
-def output_specs(planned: Planned) -> list[PartitionSpec]:
-    """The PartitionSpecs of a planned step's results on the mesh."""
+def output_specs(planned: Planned, whole: bool = False) -> list[PartitionSpec]:
+    """The PartitionSpecs of a planned step's results on the mesh; of leaves that are
+    stored padded, those of the whole leaves."""
     autos = [leaf.auto or () for leaf in planned.state]
     shardings = planned.body.output_shardings
     autos += [()] * (len(shardings) - len(autos))
-    return [
+    specs = [
         full_spec(s, auto, planned.axes)
         for s, auto in zip(shardings, autos, strict=True)
     ]
+    for j, leaf in enumerate(planned.state if whole else ()):
+        shape = leaf.aval.shape
+        stored = stored_shape(shape, planned.stored[j], planned.axes)
+        if stored != shape:
+            specs[j] = whole_spec(specs[j], stored, shape)
+    return specs

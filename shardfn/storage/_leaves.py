@@ -20,7 +20,6 @@ from shardfn._core.errors import ShardingError, called
 from shardfn._core.leaves import Leaf, path_name
 from shardfn._core.sharding import Axes, Sharding, Split, on_axis
 from shardfn.storage._batch import Uneven, refuse_uneven
-from shardfn.storage._padding import logical_shape
 
 NO_AXES: Mapping[str, int] = MappingProxyType({})
 
@@ -52,9 +51,8 @@ def leaves_of(
 def abstract(leaf: Any, path: Sequence[Any], what: str) -> jax.ShapeDtypeStruct:
     """The aval of one leaf, which may be an array, a scalar or a `ShapeDtypeStruct`."""
     if isinstance(leaf, jax.Array):
-        shape = logical_shape(leaf) or leaf.shape
         weak = getattr(leaf, "weak_type", False)  # PRNG keys have none
-        return jax.ShapeDtypeStruct(shape, leaf.dtype, weak_type=weak)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=weak)
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type)
     numbers = bool, int, float, complex

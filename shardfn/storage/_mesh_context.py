@@ -31,13 +31,6 @@ def home(mesh: Mesh, given: Mesh) -> Mesh:
     return given if is_set else mesh
 
 
-def is_on(mesh: Mesh, x: Any) -> bool:
-    """Whether `x` is a tracer or an array that is placed on the mesh."""
-    if isinstance(x, jax.Array) and not compat.is_traced(x):
-        return getattr(x.sharding, "mesh", None) == mesh
-    return compat.is_traced(x)
-
-
 def only(sharding: SingleDeviceSharding) -> Mesh:
     """The mesh of one device."""
     (device,) = sharding.device_set
@@ -59,5 +52,5 @@ def beside(x: Any) -> contextlib.AbstractContextManager[Any]:
 def moved(x: Any, device: SingleDeviceSharding) -> Any:
     """`x` on one device, in a buffer of its own: that of `x` may be donated."""
     moved = jax.device_put(x, device)
-    is_traced = compat.is_traced(x)
-    return jnp.copy(moved) if not is_traced and x.is_fully_replicated else moved
+    shares = isinstance(x, compat.CONCRETE_ARRAYS) and x.is_fully_replicated
+    return jnp.copy(moved) if shares else moved

@@ -1,34 +1,18 @@
 """Storage of leaves that no dimension divides: padded or flattened, and back.
 
-In: a whole leaf and its stored sharding. Out: the stored array. The logical shape of a
-stored array is remembered beside the array, so that any step given it can trace itself
-on the shape that the user knows.
+In: a whole leaf and its stored sharding. Out: the stored array, and back.
 """
 
-import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from shardfn._core import compat
-from shardfn._core.sharding import Axes, Sharding, Split, stored_shape, viewed
-
-_logical: dict[int, tuple[weakref.ref[jax.Array], tuple[int, ...]]] = {}
-
-
-def remember(array: jax.Array, shape: Sequence[int]) -> None:
-    """Notes that `array` stores a leaf of another, logical `shape`."""
-    key = id(array)
-    ref = weakref.ref(array, lambda _: _logical.pop(key, None))
-    _logical[key] = ref, tuple(shape)
-
-
-def logical_shape(array: jax.Array) -> tuple[int, ...] | None:
-    """The shape of the leaf that `array` stores, if that is known to be another one."""
-    ref, shape = _logical.get(id(array), (None, None))
-    return shape if ref is not None and ref() is array else None
+from shardfn._core.sharding import Axes, Sharding, Split, flat, stored_shape, viewed
 
 
 def to_stored(x: jax.Array, sharding: Sharding, axes: Axes) -> jax.Array:
@@ -44,16 +28,29 @@ def to_stored(x: jax.Array, sharding: Sharding, axes: Axes) -> jax.Array:
         return jnp.pad(x, pads)
 
 
-def to_whole(x: jax.Array, shape: Sequence[int], sharding: Sharding) -> jax.Array:
+def to_whole(x: jax.Array, shape: Sequence[int]) -> jax.Array:
     """The leaf of `shape` that a whole array of the stored shape stands for."""
     if tuple(x.shape) == tuple(shape):
         return x
     view = tuple(shape)
-    for split in sharding:
-        if isinstance(split, Split):
-            view, _ = viewed(view, split.dim)
+    if x.ndim < len(shape):
+        view, _ = viewed(shape, flat(x.ndim - 1))
     with jax.transfer_guard("allow"):  # so do the starts
         return x[tuple(slice(0, size) for size in view)].reshape(shape)
+
+
+def whole_spec(
+    spec: PartitionSpec, stored: Sequence[int], shape: Sequence[int]
+) -> PartitionSpec:
+    """The PartitionSpec of a whole leaf, split only over dimensions that are stored as
+    they are, from that of the array that stores it."""
+    entries: list[Any] = [None] * len(shape)
+    for dim, entry in enumerate(spec):
+        if dim < len(shape) and stored[dim] == shape[dim]:
+            entries[dim] = entry
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)
 
 
 def zero_padding(

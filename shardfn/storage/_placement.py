@@ -26,12 +26,13 @@ from shardfn._core.leaves import Leaf
 from shardfn._core.sharding import Axes, Sharding, stored_shape
 from shardfn.storage._layout import partition, with_moments
 from shardfn.storage._leaves import leaves_of
-from shardfn.storage._mesh_context import automatic, beside, home, is_on, moved, only
-from shardfn.storage._padding import logical_shape, remember, to_stored, to_whole
+from shardfn.storage._mesh_context import automatic, beside, home, moved, only
+from shardfn.storage._padding import to_stored, to_whole
+from shardfn.storage._stored_array import StoredArray, stored_array, whole_sharding
 
 Shapes = tuple[tuple[int, ...], ...]
-Kind = tuple[Shapes, tuple[AutoSplit, ...]]
-"""Logical shapes of a state's leaves, and how automatic mesh axes split them."""
+AutoSplits = tuple[AutoSplit, ...]
+"""How automatic mesh axes split each leaf of a state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +42,9 @@ class Storage:
     `mesh` is the caller's mesh, `given`, with all axes automatic: inside, the step is
     manual over its own axes and XLA's over all others.
 
-    `kinds` remembers the states it has stored, by structure and stored shapes: a padded
-    state that went through `jax.tree.map` is still recognised, and so are the automatic
-    axes of a state whose types do not name them. An array that somebody else put on the
-    mesh, in the shape and sharding of such a padded one, is taken for one too.
+    `splits` notes, by structure and shapes, how automatic axes split the states that it
+    has stored, for tracers of such states: on a mesh without explicit axes their types
+    do not say it. Only what a call costs depends on it.
     """
 
     mesh: Mesh
@@ -52,7 +52,7 @@ class Storage:
     axes: Axes
     min_size: int
     control: Control = NOTHING_ASKED
-    kinds: dict[tuple[Any, Shapes], list[Kind]] = field(default_factory=dict)
+    splits: dict[tuple[Any, Shapes], list[AutoSplits]] = field(default_factory=dict)
 
     def on(self, mesh: Mesh) -> "Storage":
         """The same on another mesh with the same axis names."""
@@ -111,21 +111,8 @@ class Storage:
         """The leaves of whole or stored states on logical shapes, and their
         structure."""
         leaves, treedef = leaves_of(states, "state", self.auto_sizes)
-        arrays = jax.tree.leaves(states)
-        raw = tuple(map(jnp.shape, arrays))
-        known = self.kinds.get((treedef, raw), [])
-        leaves = self._all_told(leaves, raw, known)
-        shapes = _shapes(leaves)
-        if known and shapes == raw and not self.is_told(arrays):
-            one, *two = dict.fromkeys(shapes for shapes, _ in known)
-            if two:
-                raise ShardingError(
-                    f"the state could be one with leaves of shapes {list(one)} or "
-                    f"{list(two[0])}: both are stored in these arrays.\n{called()}"
-                    "Make another ShardedStep with fully_shard for the other state."
-                )
-            leaves = list(map(_with_shape, leaves, one))
-        leaves = _split_as_known(arrays, leaves, known)
+        known = self.splits.get((treedef, _shapes(leaves)), [])
+        leaves = _split_as_known(jax.tree.leaves(states), leaves, known)
         autos = with_moments(
             [leaf.path for leaf in leaves],
             [leaf.aval.shape for leaf in leaves],
@@ -133,26 +120,6 @@ class Storage:
         )
         split = [replace(x, auto=a) for x, a in zip(leaves, autos, strict=True)]
         return tuple(split), treedef
-
-    def _all_told(
-        self, leaves: list[Leaf], raw: Shapes, known: Sequence[Kind]
-    ) -> list[Leaf]:
-        """Leaves that are told their logical shapes tell those of the traced others."""
-        shapes = _shapes(leaves)
-        told = {
-            k
-            for k, _ in known
-            if all(x in (r, s) for x, r, s in zip(shapes, raw, k, strict=True))
-        }
-        if shapes == raw or len(told) != 1:
-            return leaves
-        return list(map(_with_shape, leaves, told.pop()))
-
-    def is_told(self, arrays: Sequence[Any]) -> bool:
-        """Whether the arrays themselves say what the shapes of their leaves are."""
-        meshes = self.mesh, self.given
-        placed = (any(is_on(m, x) for m in meshes) for x in arrays if jnp.ndim(x))
-        return not all(placed) or any(logical_shape(x) is not None for x in arrays)
 
     def each(self, leaves: Sequence[Leaf]) -> list[tuple[Leaf, Sharding]]:
         return list(zip(leaves, self.partition(leaves), strict=True))
@@ -166,34 +133,49 @@ class Storage:
             sharding=self.named(leaf, sharding),
         )
 
+    def whole_aval(self, leaf: Leaf, sharding: Sharding) -> jax.ShapeDtypeStruct:
+        """The same of the leaf itself: split over what divides it, not padded."""
+        stored = self.stored_aval(leaf, sharding)
+        named, shape = stored.sharding, leaf.aval.shape
+        assert isinstance(named, NamedSharding)
+        return jax.ShapeDtypeStruct(
+            shape,
+            leaf.aval.dtype,
+            weak_type=leaf.aval.weak_type,
+            sharding=whole_sharding(named, stored.shape, shape),
+        )
+
     def stored_init(
-        self, init_fn: Callable[..., Any], leaves: Sequence[Leaf]
-    ) -> tuple[Callable[..., list[jax.Array]], list[NamedSharding], list[int]]:
-        """A function that makes a state's leaves as they are stored, their shardings,
-        and the bytes of each leaf when it is whole."""
+        self, init_fn: Callable[..., Any], leaves: Sequence[Leaf], whole: bool = False
+    ) -> tuple[Callable[..., list[jax.Array]], list[Any], list[int]]:
+        """A function that makes a state's leaves as they are stored, or whole, their
+        shardings, and the bytes of each leaf when it is whole."""
         each = self.each(leaves)
 
         def make(*args: Any) -> list[jax.Array]:
-            made = jax.tree.leaves(init_fn(*args))
+            made = map(jnp.asarray, jax.tree.leaves(init_fn(*args)))
+            if whole:
+                return list(made)
             return [
-                to_stored(jnp.asarray(x), s, self.axes)
-                for x, (_, s) in zip(made, each, strict=True)
+                to_stored(x, s, self.axes) for x, (_, s) in zip(made, each, strict=True)
             ]
 
-        named = [self.named(leaf, s) for leaf, s in each]
+        aval = self.whole_aval if whole else self.stored_aval
         return (
             make,
-            named,
+            [aval(leaf, s).sharding for leaf, s in each],
             [leaf.aval.size * leaf.aval.dtype.itemsize for leaf in leaves],
         )
 
     def place(
-        self, states: tuple[Any, ...]
+        self, states: tuple[Any, ...], whole: bool = False
     ) -> tuple[list[jax.Array], tuple[Leaf, ...], Any]:
         """The states' leaves as stored; those that are not stored so yet are moved.
 
         Args:
           states: pytrees of arrays, whole or stored.
+          whole: whether leaves that are stored padded are put together instead: so
+            does a step take and return them where it is traced.
 
         Returns:
           The stored arrays, the leaves on logical shapes, and the tree structure.
@@ -205,53 +187,53 @@ class Storage:
         arrays = jax.tree.leaves(states)
         for x, leaf in zip(arrays, leaves, strict=True):
             _check_values(x, leaf)
+        place_leaf = self.place_whole if whole else self.place_leaf
         placed = [
-            self.place_leaf(x, leaf, sharding)
+            place_leaf(x, leaf, sharding)
             for x, (leaf, sharding) in zip(arrays, self.each(leaves), strict=True)
         ]
-        self.remember(placed, leaves, treedef)
+        self.note_splits(leaves, treedef)
         return placed, leaves, treedef
 
     def place_leaf(self, x: Any, leaf: Leaf, sharding: Sharding) -> jax.Array:
-        is_traced = compat.is_traced(x)
-        named = self.named(leaf, sharding)
-        is_placed = isinstance(x, jax.Array) and not is_traced and x.sharding == named
-        if is_placed and x.shape == self.stored_aval(leaf, sharding).shape:
-            return x
-        with beside(x):
-            if jnp.shape(x) == leaf.aval.shape:
-                x = to_stored(jnp.asarray(x), sharding, self.axes)
-            if is_traced:
+        """A leaf in the array that stores it, which may be there already."""
+        aval = self.stored_aval(leaf, sharding)
+        if isinstance(x, StoredArray):
+            x = x.array if x.array.shape == aval.shape else x.whole()
+        shape = jnp.shape(x)
+        if isinstance(x, jax.Array) and shape == aval.shape:
+            if x.sharding == aval.sharding:
                 return x
+        with beside(x):
+            if shape != aval.shape:
+                x = to_stored(jnp.asarray(x), sharding, self.axes)
             # Donating the placed leaf must not take the caller's buffer.
             x = jnp.copy(x) if isinstance(x, jax.Array) else x
-        return jax.device_put(x, named)
+        return jax.device_put(x, aval.sharding)
 
-    def to_remember(
-        self, shapes: Shapes, leaves: Sequence[Leaf], treedef: Any
-    ) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """Positions and logical shapes of the stored arrays that have to carry them:
-        the padded ones, and all if another known state is stored in the same shapes."""
-        shared = len({k for k, _ in self.kinds.get((treedef, shapes), ())}) > 1
-        return tuple(
-            (i, leaf.aval.shape)
-            for i, (shape, leaf) in enumerate(zip(shapes, leaves, strict=True))
-            if shared or shape != leaf.aval.shape
-        )
+    def place_whole(self, x: Any, leaf: Leaf, sharding: Sharding) -> Any:
+        """A leaf for a step that is traced: a tracer, or an array on the mesh."""
+        if compat.is_traced(x):
+            return x
+        x = x.whole() if isinstance(x, StoredArray) else x
+        return jax.device_put(x, self.whole_aval(leaf, sharding).sharding)
 
-    def remember(
-        self, arrays: Sequence[jax.Array], leaves: Sequence[Leaf], treedef: Any
-    ) -> None:
-        """Notes a state that is stored, and the logical shapes of its arrays."""
-        shapes = tuple(x.shape for x in arrays)
-        kinds = self.kinds.setdefault((treedef, shapes), [])
-        kind = _shapes(leaves), tuple(leaf.auto or () for leaf in leaves)
-        if kind in kinds:
-            kinds.remove(kind)
-        kinds.append(kind)
-        for i, shape in self.to_remember(shapes, leaves, treedef):
-            if not compat.is_traced(arrays[i]):
-                remember(arrays[i], shape)
+    def note_splits(self, leaves: Sequence[Leaf], treedef: Any) -> None:
+        """Notes how automatic axes split a state that is stored."""
+        splits = tuple(leaf.auto or () for leaf in leaves)
+        known = self.splits.setdefault((treedef, _shapes(leaves)), [])
+        if splits in known:
+            known.remove(splits)
+        known.append(splits)
+
+    def as_leaves(self, arrays: Sequence[Any], leaves: Sequence[Leaf]) -> list[Any]:
+        """Stored arrays as the leaves that they store."""
+        return [
+            x
+            if x.shape == leaf.aval.shape
+            else StoredArray(x, leaf.aval.shape, leaf.name)
+            for x, leaf in zip(arrays, leaves, strict=True)
+        ]
 
     def hand_back(self, out: Sequence[Any]) -> list[Any]:
         """Results on the caller's mesh, so that they mix with its own arrays."""
@@ -279,12 +261,12 @@ class Storage:
             )
         )
         arrays = []
-        for x, (leaf, sharding) in zip(
-            jax.tree.leaves(states), self.each(leaves), strict=True
-        ):
-            own = everywhere(x.sharding.mesh)(x).addressable_data(0)
+        stored = map(stored_array, jax.tree.leaves(states))
+        for x, leaf in zip(stored, leaves, strict=True):
+            if isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding):
+                x = everywhere(x.sharding.mesh)(x).addressable_data(0)
             if processes.index() == process:
-                arrays.append(to_whole(own, leaf.aval.shape, sharding))
+                arrays.append(to_whole(x, leaf.aval.shape))
         if processes.index() != process:
             return None
         return jax.tree.unflatten(treedef, arrays)
@@ -300,13 +282,14 @@ class Storage:
                 "save it with shardfn.storage.checkpoint, which puts nothing together."
             )
         device = SingleDeviceSharding(self.mesh.devices.flat[0])
-        traced = any(map(compat.is_traced, jax.tree.leaves(states)))
+        arrays = list(map(stored_array, jax.tree.leaves(states)))
+        traced = any(map(compat.is_traced, arrays))
         with contextlib.nullcontext() if traced else jax.set_mesh(only(device)):
             arrays = [
-                to_whole(moved(x, device), leaf.aval.shape, sharding)
-                for x, (leaf, sharding) in zip(
-                    jax.tree.leaves(states), self.each(leaves), strict=True
-                )
+                x
+                if leaf.aval.dtype == jax.dtypes.float0
+                else to_whole(moved(x, device), leaf.aval.shape)
+                for x, leaf in zip(arrays, leaves, strict=True)
             ]
         return jax.tree.unflatten(treedef, arrays)
 
@@ -320,6 +303,7 @@ class Storage:
         ):
             _check_values(x, leaf, "batch")
             named = self.named(leaf, sharding)
+            x = x.whole() if isinstance(x, StoredArray) else x
             is_array = isinstance(x, jax.Array)
             stays = compat.is_traced(x) or not leaf.aval.shape
             if stays or (is_array and x.sharding == named):
@@ -359,18 +343,18 @@ def axes_over(mesh: Mesh, names: tuple[str, ...], control: Control) -> Axes:
 
 def _placed(states: Any) -> list[jax.Array]:
     """The leaves that are arrays with values."""
-    leaves = jax.tree.leaves(states)
-    return [x for x in leaves if isinstance(x, compat.CONCRETE_ARRAYS)]
+    kinds = (*compat.CONCRETE_ARRAYS, StoredArray)
+    return [x for x in jax.tree.leaves(states) if isinstance(x, kinds)]
 
 
 def _split_as_known(
-    arrays: Sequence[Any], leaves: list[Leaf], known: Sequence[Kind]
+    arrays: Sequence[Any], leaves: list[Leaf], known: Sequence[AutoSplits]
 ) -> list[Leaf]:
     """Leaves with the automatic axes that their state had when it was last seen, where
     their own types do not name any: those of tracers on a mesh without explicit axes.
     """
-    for shapes, autos in reversed(known):
-        if shapes == _shapes(leaves) and all(
+    for autos in reversed(known):
+        if all(
             leaf.auto in (None, auto) for leaf, auto in zip(leaves, autos, strict=True)
         ):
             return [
@@ -382,12 +366,6 @@ def _split_as_known(
 
 def _shapes(leaves: Sequence[Leaf]) -> Shapes:
     return tuple(leaf.aval.shape for leaf in leaves)
-
-
-def _with_shape(leaf: Leaf, shape: tuple[int, ...]) -> Leaf:
-    aval = leaf.aval
-    like = jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=aval.weak_type)
-    return replace(leaf, aval=like)
 
 
 def _check_values(x: Any, leaf: Leaf, what: str = "state") -> None:

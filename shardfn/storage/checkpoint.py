@@ -227,7 +227,7 @@ class Checkpoints:
             x = found.pop() if has_values(leaf) else empty(target)
             arrays.append(compat.with_weak_type(x, True) if leaf.aval.weak_type else x)
         if self.step is not None:
-            self.step.storage.remember(arrays, leaves, treedef)
+            arrays = self.step.storage.as_leaves(arrays, leaves)
         return jax.tree.unflatten(treedef, arrays)[0]
 
     def extra(self, number: int | None = None) -> dict[str, Any]:

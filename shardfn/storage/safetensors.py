@@ -28,6 +28,7 @@ from shardfn._core.leaves import Leaf, leaf_name
 from shardfn.storage._boxes import Index, pieces
 from shardfn.storage._leaves import is_text, leaves_of
 from shardfn.storage._placement import HasStorage
+from shardfn.storage._stored_array import stored_array
 
 DTYPES = {
     "bool": "BOOL",
@@ -176,7 +177,7 @@ def _tensor(name: str, leaf: Leaf, x: Any) -> _Tensor:
             f"hold.\n  write_safetensors was called at {call_site()}\n"
             "Cast it in the state, or pass names= that gives None for it."
         )
-    return _Tensor(name, x, shape, dtype)
+    return _Tensor(name, stored_array(x), shape, dtype)
 
 
 def _header(tensors: Sequence[_Tensor], metadata: Mapping[str, str]) -> bytes:

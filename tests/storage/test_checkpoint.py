@@ -294,7 +294,7 @@ def test_a_relative_directory() -> None:
 def test_halos_are_all_that_moves(steps) -> None:
     """No gather: only neighbours exchange less than an eighth of a shard."""
     step = steps["8"]
-    stored = step.shard({"long": jnp.ones((61, 83))})["long"]
+    stored = step.shard({"long": jnp.ones((61, 83))})["long"].array
     (leaf,) = _padded_leaves.on_devices([stored], [(61, 83)])
     assert leaf.halo.size < stored.size / 8
     count = leaf.halo.shape[-1] // 8

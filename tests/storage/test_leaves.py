@@ -15,7 +15,7 @@ import shardfn
 from shardfn._core.leaves import path_name
 from shardfn._core.sharding import Axes, Split
 from shardfn.storage._leaves import abstract, batch_shardings, leaves_of
-from shardfn.storage._padding import remember
+from shardfn.storage._stored_array import StoredArray
 
 ONE = Axes(("data",), (8,))
 TWO = Axes(("replica", "data"), (2, 4))
@@ -227,8 +227,7 @@ def test_avals_are_those_that_jit_would_trace_with(leaf, shape, dtype, weak) -> 
 
 
 def test_a_stored_array_has_its_logical_aval() -> None:
-    x = jnp.zeros(16)
-    remember(x, (5, 3))
+    x = StoredArray(jnp.zeros(16), (5, 3))
     assert abstract(x, (), "state").shape == (5, 3)
 
 

@@ -2,7 +2,6 @@
 same values and zeros, and back.
 """
 
-import gc
 from typing import Any
 
 import jax
@@ -21,8 +20,6 @@ from shardfn._core.sharding import (
 )
 from shardfn.storage._padding import (
     is_inside,
-    logical_shape,
-    remember,
     to_stored,
     to_whole,
     zero_padding,
@@ -60,7 +57,7 @@ def test_there_and_back(shape, split, integers) -> None:
     stored = to_stored(x, sharding, AXES)
     assert stored.shape == stored_shape(shape, sharding, AXES)
     assert np.abs(stored).sum() == np.abs(x).sum(), "the padding is zeros"
-    np.testing.assert_array_equal(to_whole(stored, shape, sharding), x)
+    np.testing.assert_array_equal(to_whole(stored, shape), x)
 
 
 @pytest.mark.parametrize("start", [0, 1, 2])
@@ -74,7 +71,7 @@ def test_a_flat_leaf_keeps_its_order(start: int, integers) -> None:
 def test_what_divides_is_stored_as_it_is(integers) -> None:
     x = integers((8, 4))
     assert to_stored(x, stored_over_data(Split(0)), AXES) is x
-    assert to_whole(x, (8, 4), stored_over_data(Split(0))) is x
+    assert to_whole(x, (8, 4)) is x
 
 
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.bool_, jnp.bfloat16])
@@ -84,7 +81,7 @@ def test_other_dtypes(dtype) -> None:
     stored = to_stored(x, sharding, AXES)
     assert stored.dtype == dtype and stored.shape == (16,)
     assert not stored[15:].any()
-    np.testing.assert_array_equal(to_whole(stored, (5, 3), sharding), x)
+    np.testing.assert_array_equal(to_whole(stored, (5, 3)), x)
 
 
 def on_devices(mesh, function: Any, *args: jax.Array, sharding: Sharding) -> np.ndarray:
@@ -138,37 +135,3 @@ def test_is_inside_over_two_axes(mesh) -> None:
 
     out = on_devices(mesh, mask, jnp.zeros(16), sharding=(Split(0), Split(0)))
     np.testing.assert_array_equal(out, np.arange(16) < 11)
-
-
-def test_a_logical_shape_is_that_of_one_array() -> None:
-    x, y = jnp.zeros(16), jnp.zeros(16)
-    assert logical_shape(x) is None
-    remember(x, (5, 3))
-    assert logical_shape(x) == (5, 3)
-    assert logical_shape(y) is None
-    remember(x, [3, 5])
-    assert logical_shape(x) == (3, 5)
-
-
-def test_a_logical_shape_dies_with_its_array() -> None:
-    """Arrays get the `id` of dead ones; none may get their shape."""
-    from shardfn.storage import _padding
-
-    gc.collect()
-    before = len(_padding._logical)
-    arrays = [jnp.zeros(16) for _ in range(8)]
-    for x in arrays:
-        remember(x, (5, 3))
-    assert len(_padding._logical) == before + 8
-    del arrays, x
-    gc.collect()
-    assert len(_padding._logical) == before
-    assert all(logical_shape(jnp.zeros(16)) is None for _ in range(8))
-
-
-def test_remembering_twice_survives_the_first_callback() -> None:
-    x = jnp.zeros(16)
-    for _ in range(3):
-        remember(x, (5, 3))
-    gc.collect()
-    assert logical_shape(x) == (5, 3)

@@ -12,7 +12,7 @@ from sharded_and_plain import quick_compiles as quick_compiles
 
 import shardfn
 from shardfn._core.sharding import local_shape
-from shardfn.storage._padding import logical_shape
+from shardfn.storage._stored_array import StoredArray, stored_array
 
 # Stored over 8 devices: as it is, padded in one dimension, flattened, flattened layer
 # by layer, replicated.
@@ -38,6 +38,10 @@ def is_shape(x: object) -> bool:
 
 def shapes_of(state):
     return jax.tree.map(lambda x: x.shape, state)
+
+
+def stored(state):
+    return jax.tree.map(stored_array, state)
 
 
 def make_state():
@@ -87,16 +91,16 @@ def assert_equal(state, expected) -> None:
 
 def assert_padding_is_zero(state, whole) -> None:
     def check(x, w):
-        padding = np.asarray(x).size - w.size
-        assert np.sum(np.asarray(x) == 0) == padding, "the values are all positive"
+        assert np.sum(np.asarray(x) == 0) == x.size - w.size, "the values are positive"
 
-    jax.tree.map(check, state, whole)
+    jax.tree.map(check, stored(state), whole)
 
 
 def test_stored_shapes(step) -> None:
     state = step.shard(make_state())
-    assert shapes_of(state) == STORED
-    for x in jax.tree.leaves(state):
+    assert shapes_of(state) == shapes_of(make_state())
+    assert shapes_of(stored(state)) == STORED
+    for x in jax.tree.leaves(stored(state)):
         assert isinstance(x.sharding, NamedSharding)
         assert x.sharding.is_fully_replicated == (x.shape == ())
     assert_padding_is_zero(state, make_state())
@@ -118,7 +122,7 @@ def test_an_unsharded_state_outlives_the_next_step(step) -> None:
 
 def test_init_gives_what_the_plain_function_gives(step) -> None:
     state = step.init(make_state)
-    assert shapes_of(state) == STORED
+    assert shapes_of(stored(state)) == STORED
     assert_equal(step.unshard(state), make_state())
     assert_padding_is_zero(state, make_state())
 
@@ -130,16 +134,16 @@ def test_logical_shapes_and_zero_padding_through_steps(step) -> None:
         state, metrics = step(state, X)
         assert metrics["total"] == total and metrics["ones"] == X.sum()
         whole = jax.tree.map(lambda w: 2 * w, whole)
-        assert shapes_of(state) == STORED
-        assert jax.tree.map(logical_shape, state)["flat"] == SHAPES["flat"]
+        assert shapes_of(stored(state)) == STORED
+        assert shapes_of(state) == shapes_of(whole)
         assert_padding_is_zero(state, whole)
     assert_equal(step.unshard(state), whole)
 
 
 def test_a_stored_state_that_went_through_a_tree_map(step) -> None:
-    """Arrays that no transform has seen, in shapes that it has."""
+    """Its leaves are whole then, and placed again."""
     state = jax.tree.map(lambda x: x * 1.0, step.shard(make_state()))
-    assert logical_shape(state["flat"]) is None
+    assert not isinstance(state["flat"], StoredArray)
     assert_equal(step.unshard(state), make_state())
     new, metrics = step(state, X)
     assert metrics["total"] == sum(w.sum() for w in jax.tree.leaves(make_state()))
@@ -160,10 +164,10 @@ def test_another_step_on_the_same_stored_arrays(step, evaluation) -> None:
 
 def test_the_callers_whole_arrays_survive(step) -> None:
     whole = make_state()
-    stored = step.shard(whole)
-    step(stored, X)
+    state = step.shard(whole)
+    step(state, X)
     step(whole, X)
-    assert all(x.is_deleted() for x in jax.tree.leaves(stored)), "it was donated"
+    assert all(x.is_deleted() for x in jax.tree.leaves(state)), "it was donated"
     assert not any(x.is_deleted() for x in jax.tree.leaves(whole))
     assert_equal(whole, make_state())
 
@@ -181,8 +185,7 @@ def test_arrays_replicated_on_the_mesh_survive(step) -> None:
 def test_host_states(step) -> None:
     host = jax.tree.map(np.asarray, make_state())
     host["scalar"] = float(host["scalar"])
-    stored = step.shard(host)
-    assert shapes_of(stored) == STORED
+    assert shapes_of(stored(step.shard(host))) == STORED
     new, _ = step(host, X)
     doubled = jax.tree.map(lambda w: 2 * w, make_state())
     assert_equal(step.unshard(new), doubled)
@@ -192,22 +195,21 @@ def test_host_states(step) -> None:
 def test_shardings_place_what_needs_no_padding(step) -> None:
     whole = {"even": jnp.ones((16, 3)), "scalar": jnp.float32(1)}
     placed = jax.device_put(whole, step.shardings(whole))
-    stored = step.shard(whole)
+    state = step.shard(whole)
     assert jax.tree.map(lambda x: x.sharding, placed) == step.shardings(whole)
-    assert jax.tree.map(lambda x: x.sharding, stored) == step.shardings(whole)
+    assert jax.tree.map(lambda x: x.sharding, state) == step.shardings(whole)
     step(step.shard(placed), X)
     assert not placed["even"].is_deleted(), "shard leaves the caller's arrays alone"
 
 
 def test_shardings_of_abstract_whole_and_stored_states_agree(step) -> None:
     whole = make_state()
-    stored = step.shard(whole)
+    state = step.shard(whole)
     abstract = jax.eval_shape(lambda: whole)
-    assert step.shardings(whole) == step.shardings(stored) == step.shardings(abstract)
-    leaves = zip(
-        jax.tree.leaves(step.shardings(whole)), jax.tree.leaves(stored), strict=True
-    )
-    assert all(sharding == x.sharding for sharding, x in leaves)
+    assert step.shardings(whole) == step.shardings(state) == step.shardings(abstract)
+    assert step.shardings(whole) == jax.tree.map(lambda x: x.sharding, state)
+    placed = jax.device_put(whole, step.shardings(whole))
+    assert shapes_of(placed) == shapes_of(whole)
 
 
 def test_without_donation_the_old_state_stays_usable(mesh) -> None:
@@ -223,7 +225,7 @@ def test_each_device_holds_its_share(step) -> None:
     state = step.shard(make_state())
     leaves, _ = step.storage.leaves((state,))
     for (leaf, sharding), x in zip(
-        step.storage.each(leaves), jax.tree.leaves(state), strict=True
+        step.storage.each(leaves), jax.tree.leaves(stored(state)), strict=True
     ):
         blocks = [s.data.shape for s in x.addressable_shards]
         assert len(blocks) == 8
