@@ -15,6 +15,7 @@ from shardfn._core.op_sharding_rule import OpShardingRule as OpShardingRule
 from shardfn._core.op_sharding_rule import factor_names as factor_names
 from shardfn._core.op_sharding_rule import make_rule as make_rule
 from shardfn._core.op_sharding_rule import register_rule as register_rule
+from shardfn._core.processes import assert_processes_agree as assert_processes_agree
 from shardfn.analysis.collective import Collective as Collective
 from shardfn.analysis.plan import Plan as Plan
 from shardfn.analysis.report import Report as Report

@@ -139,6 +139,8 @@ class Config:
     that JAX knows, such as TPU slices and Slurm."""
     process_count: int = 1
     process_id: int = 0
+    join_seconds: int = 45
+    """How long processes wait for each other at the start."""
     heartbeat_seconds: int = 20
     """After this long without a sign of life from one process the others end."""
     plain: bool = False
@@ -191,6 +193,11 @@ class Config:
         if self.data.files and self.data.hf:
             raise ConfigError("--data.files and --data.hf: give one of them.")
 
+    def lines(self) -> list[str]:
+        """Every choice that processes have to share, one per line."""
+        own = dataclasses.replace(self, process_id=0, devices=None)
+        return to_json(own).splitlines()
+
     def check_devices(self, count: int) -> None:
         if not self.plain and self.batch_size % count:
             more = -(-self.batch_size // count) * count
@@ -231,7 +238,13 @@ def from_json(path: Path) -> Config:
         raise ConfigError(
             f"--run-dir {path.parent}: no run is there, with config.json."
         )
-    return rebuild(Config, json.loads(path.read_text()))
+    try:
+        return rebuild(Config, json.loads(path.read_text()))
+    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{path} is not what a run has written ({error}). Bring it back, or start "
+            "the run again with all of its flags: it goes on, and writes it anew."
+        ) from None
 
 
 def rebuild(kind: Any, value: Any) -> Any:
@@ -242,9 +255,20 @@ def rebuild(kind: Any, value: Any) -> Any:
 
 
 def with_preset(argv: list[str]) -> Config:
-    """Returns the defaults that go with the `--preset` among the flags."""
-    flags = " ".join(argv).replace("=", " ").split()
-    name = flags[flags.index("--preset") + 1] if "--preset" in flags[:-1] else "1m"
-    if name not in PRESETS:
-        return Config()  # the parser of the flags says which there are
-    return Config(preset=name, model=PRESETS[name])  # pyright: ignore
+    """Returns the defaults that go with the flags: those of the run in `--run-dir`, if
+    there is one, or of the `--preset`."""
+    told = {}
+    for word, after in zip(argv, [*argv[1:], ""], strict=True):
+        flag, is_whole, value = word.partition("=")
+        told[flag.replace("_", "-")] = value if is_whole else after
+    name, folder = told.get("--preset"), told.get("--run-dir")
+    if name in PRESETS:
+        return Config(preset=name, model=PRESETS[name])  # pyright: ignore
+    if name or not folder:
+        return Config()  # the parser of the flags says which presets there are
+    try:
+        before = from_json(Path(folder) / "config.json")
+    except ConfigError:  # the checkpoints know what the run was started with
+        return Config()
+    alone = dict(coordinator=None, process_count=1, process_id=0, plan=False)
+    return dataclasses.replace(before, **alone)

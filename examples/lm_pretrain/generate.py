@@ -106,6 +106,8 @@ def main(flags: Flags) -> list[str]:
     """Returns what follows each prompt."""
     if (flags.run_dir is None) == (flags.weights is None):
         raise ConfigError("give one of --run-dir and --weights.")
+    if not flags.prompt:
+        raise ConfigError('--prompt: give at least one text, such as --prompt "The ".')
     if flags.weights:
         config, params = read_weights(Path(flags.weights))
     else:

@@ -2,7 +2,10 @@
 
 import dataclasses
 import functools
+import os
 import socket
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -16,8 +19,8 @@ from step import create_state, eval_step, train_step
 
 import shardfn
 
-JOIN_SECONDS = 300
-"""How long processes wait for each other at the start."""
+JAX_WAITS = 600
+"""Seconds after which JAX would end the process, without a message."""
 
 
 def start(config: Config) -> None:
@@ -33,18 +36,35 @@ def start(config: Config) -> None:
         jax.distributed.initialize(**heartbeat)
         return
     if config.process_id:
-        wait_for_first(config.coordinator, JOIN_SECONDS)
+        wait_for_first(config.coordinator, config.join_seconds)
     else:
         print(
             f"waits for {config.process_count - 1} other processes to join at "
-            f"{config.coordinator}, at most {JOIN_SECONDS} s",
+            f"{config.coordinator}, at most {config.join_seconds} s",
             flush=True,
         )
+    gives_up = threading.Timer(config.join_seconds, give_up, [config])
+    gives_up.daemon = True
+    gives_up.start()
     jax.distributed.initialize(
         *(config.coordinator, config.process_count, config.process_id),
-        initialization_timeout=JOIN_SECONDS,
+        initialization_timeout=JAX_WAITS,
         **heartbeat,
     )
+    gives_up.cancel()
+
+
+def give_up(config: Config) -> None:
+    """Ends this process: JAX waits where nothing can be raised."""
+    print(
+        f"error: not all of --process-count {config.process_count} have joined at "
+        f"{config.coordinator} in {config.join_seconds} s. Check that all run with "
+        "that --coordinator, each with a --process-id of its own, or give more "
+        "--join-seconds.",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(1)
 
 
 def wait_for_first(address: str, seconds: float) -> None:

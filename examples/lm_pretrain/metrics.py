@@ -8,6 +8,7 @@ from typing import Any
 
 import flops
 from config import Config, ConfigError
+from files import put_away, write_whole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 PRINT_SECONDS = 10
@@ -126,22 +127,49 @@ class Metrics:
 
 
 def keep_until(path: Path, done: int) -> Any:
-    """Opens JSON lines to add to, without those of steps after `done`."""
-    kept = [line for line in read(path) if line["step"] <= done]
-    new = path.with_suffix(".new")  # a kill in between must not lose the old ones
-    new.write_text("".join(json.dumps(line) + "\n" for line in kept))
-    new.replace(path)
+    """Opens JSON lines to add to, without those of steps after `done`. What no run has
+    written does not hinder this one: it is kept under another name."""
+    found, bad = read_all(path)
+    if bad:
+        name = put_away(path).name
+        print(f"{path}: {bad}; kept as {name}, the run goes on", flush=True)
+    kept = [line for line in found if line["step"] <= done]
+    write_whole(path, "".join(json.dumps(line) + "\n" for line in kept))
     return path.open("a")
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Returns the metrics of a run; a line that was cut off is left out."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    found = []
-    for line in lines:
-        with contextlib.suppress(json.JSONDecodeError):
-            found.append(json.loads(line))
-    return found
+    """Returns the metrics of a run, those that can be read."""
+    return read_all(path)[0]
+
+
+def read_all(path: Path) -> tuple[list[dict[str, Any]], str]:
+    """Returns the metrics of a run, and what is wrong with the file, if anything; a
+    last line that was cut off is no more than left out."""
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
+    except FileNotFoundError:
+        return [], ""
+    except OSError as error:
+        return [], f"cannot be read ({error.strerror})"
+    found, bad = [], []
+    for number, line in enumerate(lines, 1):
+        try:
+            numbers = json.loads(line)
+        except ValueError:  # also what is not UTF-8
+            numbers = None
+        if is_of_step(numbers):
+            found.append(numbers)
+        elif line.endswith(b"\n"):
+            bad.append(number)
+    return found, f"line {bad[0]} is not of a step, one of {len(bad)}" if bad else ""
+
+
+def is_of_step(numbers: Any) -> bool:
+    """Whether this is what `Metrics` writes for a step."""
+    if not isinstance(numbers, dict) or type(numbers.get("step")) is not int:
+        return False
+    return numbers["step"] > 0 and isinstance(numbers.get("loss"), float)
 
 
 def plot(folder: Path) -> str:

@@ -20,7 +20,11 @@ from jax.experimental import multihost_utils
 from machine import Machine
 
 import shardfn
-from shardfn.storage.checkpoint import Checkpoints, DamagedCheckpointError
+from shardfn.storage.checkpoint import (
+    CheckpointError,
+    Checkpoints,
+    DamagedCheckpointError,
+)
 
 SAME = ("--model", "--optimizer", "--data", "--batch-size", "--seed")
 """What a run has to go on with."""
@@ -39,6 +43,7 @@ class Resumed(NamedTuple):
     state: Any
     done: int  # steps taken
     position: dict[str, Any]  # state of the data iterator
+    changes: list[str]  # lines on choices that are not those of the last start
 
 
 class Saves:
@@ -48,13 +53,21 @@ class Saves:
         self.folder = folder / "checkpoints"
         self.step = on.train if isinstance(on.train, shardfn.ShardedStep) else None
         self.abstract_state = on.abstract_state
-        self.fingerprint = zlib.crc32(text.tokens_N.tobytes())
+        self.choices = json.loads(to_json(config))
+        self.fingerprint = fingerprint(text)
         self.keep = config.keep
         self.open()
 
     def open(self) -> None:
         options = ocp.CheckpointManagerOptions(max_to_keep=self.keep)
-        self.checkpoints = Checkpoints(self.folder, self.step, options=options)
+        while True:
+            try:
+                self.checkpoints = Checkpoints(self.folder, self.step, options=options)
+                return
+            except DamagedCheckpointError as error:
+                if error.number is None:
+                    raise SaveError(f"{self.folder}: {error}") from error
+                self.move(error.number, error)
 
     def __enter__(self) -> "Saves":
         return self
@@ -67,6 +80,7 @@ class Saves:
     def save(self, number: int, state: Any, position: Mapping[str, Any]) -> None:
         """Starts to write; an error of the save before it ends the run here."""
         extra = {"position": dict(position), "text": self.fingerprint}
+        extra["config"] = self.choices
         self.guard(lambda: self.checkpoints.save(number, state, extra), number)
 
     def wait(self) -> None:
@@ -93,15 +107,18 @@ class Saves:
 
     def resume(self) -> Resumed | None:
         """Reads the last checkpoint that can be read; None if there is none at all."""
-        numbers = self.checkpoints.numbers
-        for number in reversed(numbers):
+        for number in reversed(self.checkpoints.numbers):
             try:
                 extra = self.checkpoints.extra(number)
-                text, position = extra["text"], extra["position"]
+                changes = self.compare(extra, number)
                 state = self.checkpoints.restore(self.abstract_state, number)
+            except ConfigError:
+                raise
             except DamagedCheckpointError as error:
                 self.set_aside(number, error)
                 continue
+            except CheckpointError as error:  # such as a state of another form
+                raise SaveError(f"{error}\nNo file was moved.") from error
             except Exception as error:  # whatever the machine or Orbax raises
                 raise SaveError(
                     f"checkpoint {number} in {self.folder} was not read: "
@@ -109,17 +126,31 @@ class Saves:
                     "where they were. Start again with --run-dir "
                     f"{self.folder.parent}, to go on from it."
                 ) from error
-            if text != self.fingerprint:
-                raise ConfigError(
-                    f"the text is not what it was at checkpoint {number} in "
-                    f"{self.folder}. Bring it back, or give another --run-dir."
-                )
-            return Resumed(state, number, position)
+            if reason := misplaced(int(state.step), extra["position"], number):
+                self.set_aside(number, SaveError(reason))
+                continue
+            return Resumed(state, number, extra["position"], changes)
         refuse_anew(self.folder.parent)
         return None
 
+    def compare(self, extra: Mapping[str, Any], number: int) -> list[str]:
+        """Lines that say which choices have changed since a checkpoint; ConfigError
+        where one or the text must not."""
+        changes = compare(extra.get("config"), self.choices, self.folder.parent)
+        if extra["text"] != self.fingerprint:
+            raise ConfigError(
+                f"the text is not what it was at checkpoint {number} in "
+                f"{self.folder}. Bring it back, or give another --run-dir."
+            )
+        return changes
+
     def set_aside(self, number: int, error: Exception) -> None:
         """Moves a checkpoint away, so that one of that number can be written again."""
+        self.move(number, error)
+        self.checkpoints.close()
+        self.open()
+
+    def move(self, number: int, error: Exception) -> None:
         if jax.process_index() == 0:
             print(
                 f"checkpoint {number} in {self.folder} cannot be read, an older one is "
@@ -132,8 +163,20 @@ class Saves:
             shutil.move(self.folder / str(number), place)
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices(f"checkpoint {number} was moved")
-        self.checkpoints.close()
-        self.open()
+
+
+def misplaced(step: int, position: Any, number: int) -> str | None:
+    """What says that a checkpoint is of another step than its number; each step takes
+    one batch."""
+    if step != number:
+        return f"its state has taken {step} steps"
+    if position != {"next_index": number}:
+        return f"its place in the data is {position}, after {number} steps"
+    return None
+
+
+def fingerprint(text: Packed) -> int:
+    return zlib.crc32(text.tokens_N.tobytes())
 
 
 def read_last(run: Path, step: shardfn.ShardedStep, like: Any) -> tuple[int, Any]:
@@ -141,14 +184,14 @@ def read_last(run: Path, step: shardfn.ShardedStep, like: Any) -> tuple[int, Any
     folder = (run / "checkpoints").absolute()
     if not (numbers := complete(folder) if folder.is_dir() else []):
         raise SaveError(f"--run-dir {run}: the run has saved no checkpoint.")
-    with Checkpoints(folder, step) as checkpoints:
-        try:
+    try:
+        with Checkpoints(folder, step) as checkpoints:
             return numbers[-1], checkpoints.restore(like, numbers[-1])
-        except Exception as error:  # a file of it may be cut off or missing
-            raise SaveError(
-                f"checkpoint {numbers[-1]} in {folder} cannot be read: {shorten(error)}"
-                "\nMove it away to use an older one."
-            ) from error
+    except Exception as error:  # a file of it may be cut off or missing
+        raise SaveError(
+            f"checkpoint {numbers[-1]} in {folder} cannot be read: {shorten(error)}"
+            "\nMove it away to use an older one."
+        ) from error
 
 
 def refuse_anew(run: Path) -> None:
@@ -175,39 +218,28 @@ def complete(folder: Path) -> list[int]:
     return sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit())
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file that no kill leaves half written."""
-    new = path.with_suffix(".new")
-    new.write_text(text)
-    new.replace(path)
-
-
-def check_same(config: Config, folder: Path) -> list[str]:
-    """Returns a line for each choice that a run in `folder` was not started with;
-    raises ConfigError where it has to go on with the old one, and SaveError where it
-    would start anew."""
-    refuse_anew(folder)
-    path = folder / "config.json"
-    if not path.exists() or not any(folder.glob("checkpoints/*/")):
-        return []
-    try:
-        before = flags(json.loads(path.read_text()))
-    except ValueError as error:
+def compare(before: Any, now: Mapping[str, Any], folder: Path) -> list[str]:
+    """Returns a line for each choice that a run was not started with; raises
+    ConfigError where it has to go on with the old ones, and names all."""
+    if not isinstance(before, dict):
         raise ConfigError(
-            f"{path} is not what a run has written ({error}). Bring it back, or give "
-            "another --run-dir."
-        ) from None
-    lines = []
-    for flag, new in flags(json.loads(to_json(config))).items():
-        old = before.get(flag)
+            f"the checkpoints in {folder} are of another program. Give another "
+            "--run-dir."
+        )
+    refused, lines = [], []
+    old_flags, new_flags = flags(before), flags(now)
+    for flag in dict.fromkeys((*new_flags, *old_flags)):
+        old, new = shown(old_flags.get(flag)), shown(new_flags.get(flag))
         if old == new or flag in MAY_CHANGE:
             continue
         if flag.split(".")[0] in SAME:
-            raise ConfigError(
-                f"{flag} {new}: the run in {folder} was started with {old}. Give "
-                "that, or another --run-dir."
-            )
-        lines.append(f"changed:   {flag} {new}, which was {old}{EFFECT.get(flag, '')}")
+            refused.append(f"{flag} {new}: the run in {folder} was started with {old}.")
+        else:
+            effect = EFFECT.get(flag, "")
+            lines.append(f"changed:   {flag} {new}, which was {old}{effect}")
+    if refused:
+        told = "that" if len(refused) == 1 else "these"
+        raise ConfigError("\n".join(refused) + f" Give {told}, or another --run-dir.")
     return lines
 
 
@@ -219,3 +251,8 @@ def flags(choices: Mapping[str, Any], prefix: str = "--") -> dict[str, Any]:
         nested = isinstance(value, dict)
         found |= flags(value, f"{flag}.") if nested else {flag: value}
     return found
+
+
+def shown(value: Any) -> str:
+    """A value as one would write it behind its flag."""
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)

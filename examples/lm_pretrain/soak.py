@@ -43,8 +43,8 @@ def main(flags: Flags) -> str:
     with Saves(flags.run, folder, on, text) as saves:
         while time.monotonic() < until:
             if resumed := saves.resume():
-                state, done, position = resumed
-                batches.set_state(position)
+                state, done = resumed.state, resumed.done
+                batches.set_state(resumed.position)
             with metrics.Metrics(flags.run, folder, done) as lines:
                 numbers = range(done + 1, done + flags.steps + 1)
                 choices = dict(save_every=flags.steps, must_stop=lambda _: False)

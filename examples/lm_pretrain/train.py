@@ -26,11 +26,12 @@ from config import Config, ConfigError, describe, to_json, with_preset
 from data import heldout_batches, pack, training_batches, unigram_entropy
 from documents import DataError, load_documents, split
 from evaluate import Heldout, evaluate
+from files import write_whole
 from loop import Diverged, Trained, train
 from machine import Machine
 from metrics import Metrics, plot
 from models import count_parameters
-from saving import SaveError, Saves, check_same, write_whole
+from saving import SaveError, Saves, fingerprint, refuse_anew
 from step import train_step
 from stopping import Stopping
 from tokens import load_tokenizer
@@ -51,11 +52,14 @@ def main(config: Config) -> Report | None:
     """Returns None if nothing was trained to the end: `--plan`, or a signal."""
     config.check()
     machine.start(config)
+    check_processes("choices", config.lines())
     config.check_devices(jax.device_count())
     tokenizer = load_tokenizer(config.data)
     config.check_vocabulary(tokenizer.size)
     train_texts, heldout_texts = split(load_documents(config.data))
     text, heldout = pack(train_texts, tokenizer), pack(heldout_texts, tokenizer)
+    found = ("training", text), ("held-out", heldout)
+    check_processes("texts", [f"{name} {fingerprint(x):08x}" for name, x in found])
     on = machine.prepare(config)
     batches = training_batches(text, config.model.context, on.share, config.seed)
     if config.plan:
@@ -95,6 +99,7 @@ def train_from_last_save(
     """Returns what was trained, and tokens per second."""
     resumed = saves.resume()
     done = resumed.done if resumed else 0
+    keep_choices(config, folder, resumed.changes if resumed else [])
     if resumed and done >= config.steps:
         print(
             f"the run is complete: it has taken {done} steps, of {config.steps}. Give "
@@ -132,19 +137,20 @@ def planned() -> tuple[Callable[..., Any], Any, dict[str, jax.ShapeDtypeStruct]]
 
 
 def open_run(config: Config) -> Path:
-    """Makes the run's folder, and prints and saves the config."""
+    """Makes the run's folder, and prints the config."""
     name = config.run_dir or time.strftime("runs/%Y%m%d-%H%M%S")
     folder = Path(name).absolute()
-    changes = check_same(config, folder)
+    refuse_anew(folder)
     if jax.process_index() == 0:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            write_whole(folder / "config.json", to_json(config))
+            write_whole(folder / "writable", "")
+            (folder / "writable").unlink()
         except OSError as error:
             raise ConfigError(
                 f"--run-dir {name}: cannot be written ({error.strerror}). Give another."
             ) from None
-        print(describe(config), *changes, sep="\n")
+        print(describe(config))
         kind = jax.devices()[0].device_kind
         print(
             f"{count_parameters(config.model) / 1e6:,.1f}M parameters, "
@@ -152,6 +158,20 @@ def open_run(config: Config) -> Path:
             flush=True,
         )
     return folder
+
+
+def keep_choices(config: Config, folder: Path, changes: list[str]) -> None:
+    """Prints what has changed, and writes the choices for generate.py, export.py and
+    the next start; that they are the run's own is checked by then."""
+    if jax.process_index() == 0:
+        print(*changes, sep="\n", end="\n" if changes else "", flush=True)
+        write_whole(folder / "config.json", to_json(config))
+
+
+def check_processes(what: str, lines: list[str]) -> None:
+    """Raises in every process if one has other lines."""
+    if jax.process_count() > 1:
+        shardfn.assert_processes_agree(what, "\n".join(lines))
 
 
 def sentence(report: Report) -> str:

@@ -30,6 +30,7 @@ from shardfn._core.errors import (
 from shardfn._lowering.planned_program import Planned
 from shardfn._trace.trace_step import leaked_tracer
 from shardfn.analysis import targets
+from shardfn.analysis._program_hash import listing_of
 from shardfn.analysis.plan import Plan
 from shardfn.analysis.report import Report
 from shardfn.storage._init_state import make_leaves
@@ -390,10 +391,12 @@ class ShardedStep:
                 self._check_compiled(lowered(), planned())
             group = processes.of(self.mesh.devices.flat)
             if len(group) > 1:
-                self._check_processes(planned(), group)
+                with processes.meeting("planned the step", group):
+                    made = planned()
+                self._check_processes(made, group)
                 if is_real:
-                    lowered().compile()
-                    processes.meet("compiled the step", group)
+                    with processes.meeting("compiled the step", group):
+                        lowered().compile()
             if is_real:
                 self._checked.add(program)
         return ready, stored, placed
@@ -411,7 +414,8 @@ class ShardedStep:
     def _check_processes(self, planned: Planned, group: Sequence[int]) -> None:
         """Raises if another process of a group is about to run another plan."""
         plan = describe(planned)
-        processes.assert_same("plans", f"{plan}\nprogram {plan.program}", group)
+        lines = str(plan), f"program {plan.program}", *listing_of(planned.program)
+        processes.assert_processes_agree("plans", "\n".join(lines), group)
 
     def _check_compiled(self, lowered: jax.stages.Lowered, planned: Planned) -> None:
         """Warns or raises if the compiled step is not as planned. The call that follows

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from shardfn._core import compat
-from shardfn._core.errors import ShardingError, called
+from shardfn._core.errors import ShardingError, call_site, called
 
 WAIT_SECONDS = 600
 """How long one process waits for another to plan the step that it plans itself."""
@@ -100,17 +100,28 @@ class ElsewhereError(ShardingError):
         self.process, self.kind, self.reason = process, kind, reason
 
 
-def assert_same(what: str, text: str, group: Sequence[int] | None = None) -> None:
-    """Compares what processes should have the same; all of them have to call it.
+def assert_processes_agree(
+    what: str, text: str, group: Sequence[int] | None = None
+) -> None:
+    """Compares what processes should have the same, such as a run's choices; all of
+    them have to call it. The first collective would hang otherwise, or be of different
+    programs.
 
     Args:
-      what: what is compared, for the message.
-      text: this process's.
-      group: numbers of the processes, as `of` gives them; all without it.
+      what: what is compared, for the message, such as `"choices"`.
+      text: this process's, best with one thing per line.
+      group: numbers of the processes that call it; all without it.
+
+    Returns:
+      None; at once where there is one process.
 
     Raises:
       ShardingError: in all of them, if one has another text than the first of them; it
-        shows the lines that differ.
+        shows the lines that differ. Or one does not come in ten minutes.
+
+    Example:
+      >>> import shardfn
+      >>> shardfn.assert_processes_agree("choices", "seed 0\\nlearning rate 0.001")
     """
     client, numbers = compat.distributed_client(), together(group)
     if not numbers:
@@ -135,9 +146,9 @@ def assert_same(what: str, text: str, group: Sequence[int] | None = None) -> Non
     shown = "\n    ".join(itertools.islice(lines, 40))
     raise ShardingError(
         f"process {own} and process {their} have different {what}:\n    {shown}"
-        f"\n{called()}"
-        "Every process has to run the same step on the same shapes: look for what "
-        "depends on the process, such as its number, its files or its versions."
+        f"\n  this was called at {call_site()}\n"
+        "They have to be the same in every process: look for what depends on the "
+        "process, such as its flags, its number, its files or its versions."
     )
 
 
@@ -200,8 +211,9 @@ def _odd_one(
         found = _found(client, place, others, report)
         _set(client, place, found)
         before, _, times = place.rpartition("/")
-        # All have come this far, so that all have read what was told before.
-        client.key_value_delete(f"{before}/{int(times) - 1}")
+        if found["process"] is None:
+            # All have come this far, so that all have read what was told before.
+            client.key_value_delete(f"{before}/{int(times) - 1}")
     process = found["process"]
     if "reason" in found:
         raise ElsewhereError(

@@ -6,6 +6,8 @@ constants, in every process.
 
 import hashlib
 import re
+import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +16,11 @@ import numpy as np
 
 from shardfn._core import compat
 from shardfn._core.equation_key import literal_looks
+from shardfn._core.errors import where
 from shardfn._core.program import Program
+
+SHOWN = 64
+"""Bytes of a captured array that a listing shows."""
 
 
 def fingerprint_of(program: Program) -> str:
@@ -22,6 +28,26 @@ def fingerprint_of(program: Program) -> str:
     hashing = _Hashing()
     hashing.program(program)
     return hashing.digest.hexdigest()
+
+
+def listing_of(program: Program) -> Iterator[str]:
+    """A line for each captured array and each equation, in which programs of another
+    hash differ; arrays of a few elements and literals are shown."""
+    for _, constant in program.constants:
+        kind = getattr(constant, "dtype", type(constant).__name__)
+        values = _value(constant)
+        shown = np.asarray(constant) if len(values) <= SHOWN else ""
+        text = f"captured {kind}{list(np.shape(constant))} {shown}"
+        yield f"{' '.join(text.split())} #{zlib.crc32(values):08x}"
+    for node in program.nodes:
+        literals = [atom.val for atom in node.inputs if not isinstance(atom, int)]
+        made = ", ".join(str(v.aval) for v in node.eqn.outvars)
+        shown = f" of {', '.join(map(str, literals))}" if literals else ""
+        does = zlib.crc32(_text(node.looks).encode())
+        name = f"{node.eqn.primitive.name}{shown} -> {made}"
+        yield f"{where(node.eqn)}: {name} #{does:08x}"
+        for body in node.bodies:
+            yield from listing_of(body)
 
 
 @dataclass(slots=True)

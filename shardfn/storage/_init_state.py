@@ -40,8 +40,12 @@ def make_leaves(
     args, made = _on_devices(args, shardings), {}
     # One program makes leaves on the same devices.
     group = processes.of(shardings[0].device_set if shardings else ())
-    for chosen, program in programs(make, shardings, sizes, args):
-        processes.meet("compiled what makes the state", group)
+    compiled = programs(make, shardings, sizes, args)
+    while True:
+        with processes.meeting("compiled what makes the state", group):
+            chosen, program = next(compiled, ([], None))
+        if program is None:
+            break
         made.update(zip(chosen, program(*args), strict=True))
         if len(made) < len(shardings):
             jax.block_until_ready(list(made.values()))

@@ -9,9 +9,10 @@ import jax
 import numpy as np
 import pytest
 from config import ConfigError, to_json
+from files import write_whole
 from generate import continue_prompts, prompts
 from models import make_model
-from saving import SaveError, write_whole
+from saving import SaveError
 from tokens import Bytes
 from train import main
 
@@ -58,6 +59,10 @@ def test_a_sharded_state_and_an_exported_one_say_the_same(tiny, tmp_path, capsys
     [
         ({}, "give one of --run-dir and --weights."),
         ({"weights": "no.safetensors"}, "--weights no.safetensors: no such file."),
+        (
+            {"run_dir": "no", "prompt": ()},
+            '--prompt: give at least one text, such as --prompt "The ".',
+        ),
         ({"run_dir": "no"}, "--run-dir no: no run is there, with config.json."),
     ],
 )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import struct
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 from config import PRESETS, Config, ConfigError, ModelConfig, from_json, with_preset
 from evaluate import Heldout
 from loop import Diverged
-from machine import wait_for_first
+from machine import give_up, wait_for_first
 from models import count_parameters, make_model
 from tensorboardX.proto.event_pb2 import Event
 from train import main, run
@@ -197,6 +198,28 @@ def test_a_process_0_that_never_comes_is_named():
         "process 0 cannot be reached at localhost:1 (Connection refused): check "
         "--coordinator, and that it runs."
     )
+
+
+def test_who_has_waited_for_others_ends_with_a_message(tiny, monkeypatch, capsys):
+    monkeypatch.setattr(os, "_exit", lambda status: sys.exit(status))
+    alone = dataclasses.replace(tiny, coordinator="a:1", process_count=3)
+    with pytest.raises(SystemExit, match="1"):
+        give_up(alone)
+    assert capsys.readouterr().err == (
+        "error: not all of --process-count 3 have joined at a:1 in 45 s. Check that "
+        "all run with that --coordinator, each with a --process-id of its own, or "
+        "give more --join-seconds.\n"
+    )
+
+
+def test_processes_share_all_choices_but_their_own(tiny):
+    lines = tiny.lines()
+    assert dataclasses.replace(tiny, process_id=3, devices=2).lines() == lines
+    for change in ({"seed": 1}, {"save_every": 7}, {"steps": 9}):
+        other = dataclasses.replace(tiny, **change).lines()
+        ((old, new),) = {(a, b) for a, b in zip(lines, other, strict=True) if a != b}
+        (name,) = change
+        assert f'"{name}"' in old and f'"{name}"' in new
 
 
 @pytest.mark.standard_promotion

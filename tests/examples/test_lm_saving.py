@@ -7,19 +7,26 @@ import dataclasses
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
+import metrics
 import numpy as np
 import pytest
-from config import Config, ConfigError
-from metrics import Metrics
-from saving import SaveError, check_same, complete
-from train import main
+from config import Config, ConfigError, from_json, to_json, with_preset
+from data import Packed
+from metrics import Metrics, keep_until
+from saving import ASIDE, SaveError, Saves, complete, misplaced, refuse_anew
+from train import keep_choices, main
 
 from shardfn.storage.checkpoint import Checkpoints
 
@@ -156,24 +163,166 @@ def test_an_older_checkpoint_is_used_if_one_is_cut_off(saving, monkeypatch, caps
         assert kept == {name: (folder.parent / name).read_text() for name in KEPT}
     (folder / "7.orbax-checkpoint-tmp").mkdir()  # as of a save that was killed
     with pytest.raises(SaveError, match="none of the checkpoints"):
-        check_same(saving, folder.parent)
+        refuse_anew(folder.parent)
 
 
-def test_a_run_goes_on_with_the_choices_and_the_text_that_it_began_with(saving, text):
-    main(dataclasses.replace(saving, steps=2))
-    with pytest.raises(ConfigError) as caught:
-        main(dataclasses.replace(saving, batch_size=16))
+class State(NamedTuple):
+    step: jax.Array
+    params: jax.Array
+
+
+@pytest.fixture
+def open_saves(saving):
+    """Opens the saves of a run whose state is small."""
+
+    def open_saves(text: int = 7, **changes) -> Saves:
+        config = dataclasses.replace(saving, **changes)
+        on = SimpleNamespace(train=None, abstract_state=state_of(0))
+        packed = Packed(np.arange(text), np.zeros(1), text)
+        return Saves(config, Path(saving.run_dir), on, packed)
+
+    return open_saves
+
+
+def state_of(step: int) -> State:
+    return State(jnp.int32(step), jnp.full((3, 4), float(step)))
+
+
+def save(saves: Saves, *numbers: int) -> None:
+    with saves:
+        for number in numbers:
+            saves.save(number, state_of(number), {"next_index": number})
+
+
+def test_a_run_goes_on_with_the_choices_and_the_text_that_it_began_with(
+    open_saves, saving
+):
+    """The checkpoint knows them: other choices are refused, all are named, and no
+    checkpoint is moved."""
+    run = Path(saving.run_dir)
+    save(open_saves(), 2)
+    wider = dataclasses.replace(saving.model, width=32)
+    files = dataclasses.replace(saving.data, files=("a", "b"))
+    slower = dataclasses.replace(saving.optimizer, learning_rate=1e-4)
+    changes = {"seed": 3, "data": files, "model": wider, "optimizer": slower}
+    refusals = [
+        ({"batch_size": 16}, "--batch-size 16: the run in {} was started with 8."),
+        (
+            changes,
+            "--seed 3: the run in {} was started with 0.\n"
+            f"--data.files a b: the run in {{}} was started with {saving.data.files[0]}"
+            ".\n--model.width 32: the run in {} was started with 64.\n"
+            "--optimizer.learning-rate 0.0001: the run in {} was started with 0.004.",
+        ),
+    ]
+    for changes, lines in refusals:
+        with open_saves(**changes) as saves, pytest.raises(ConfigError) as caught:
+            saves.resume()
+        told = "Give these" if "\n" in lines else "Give that"
+        expected = lines.format(*[run] * 4)
+        assert str(caught.value) == f"{expected} {told}, or another --run-dir."
+    with open_saves(text=8) as saves, pytest.raises(ConfigError) as caught:
+        saves.resume()
     assert str(caught.value) == (
-        f"--batch-size 16: the run in {saving.run_dir} was started with 8. Give that, "
-        "or another --run-dir."
-    )
-    Path(text).write_text(Path(text).read_text().replace("Line 7", "Line 8"))
-    with pytest.raises(ConfigError) as caught:
-        main(saving)
-    assert str(caught.value) == (
-        f"the text is not what it was at checkpoint 2 in {saving.run_dir}/checkpoints. "
+        f"the text is not what it was at checkpoint 2 in {run}/checkpoints. "
         "Bring it back, or give another --run-dir."
     )
+    with open_saves(keep=9) as saves:
+        assert saves.resume().changes == ["changed:   --keep 9, which was 3"]
+    assert saved(saving) == [2] and not (run / ASIDE).exists()
+
+
+def test_what_is_damaged_or_of_another_step_is_set_aside(open_saves, saving, capsys):
+    """One whose own record is changed, which Orbax reads when it opens the folder, and
+    one with another's state; a state of another form stays where it is."""
+    save(open_saves(keep=9), 2, 3, 4)
+    folder = Path(saving.run_dir) / "checkpoints"
+    shutil.rmtree(folder / "4" / "state")
+    shutil.copytree(folder / "2" / "state", folder / "4" / "state")
+    record = folder / "3" / "_CHECKPOINT_METADATA"
+    record.write_text(record.read_text().replace("performance", "perfornance"))
+    with open_saves(keep=9) as saves:
+        resumed = saves.resume()
+        assert (resumed.done, int(resumed.state.step)) == (2, 2)
+        printed = capsys.readouterr().out
+        assert f"checkpoint 3 in {folder} cannot be read, an older one" in printed
+        assert f"checkpoint 4 in {folder} cannot be read, an older one" in printed
+        assert "its state has taken 2 steps" in printed
+        assert complete(folder.parent / ASIDE) == [3, 4]
+        saves.abstract_state = state_of(0)._replace(params=jnp.zeros((5, 4)))
+        with pytest.raises(SaveError) as caught:
+            saves.resume()
+    line = "    different: 'params' is float32[3,4], and float32[5,4] in the state"
+    assert line in str(caught.value).splitlines()
+    assert saved(saving) == [2]
+
+
+def test_choices_are_kept_also_where_a_folder_is_in_the_way(saving, capsys):
+    path = Path(saving.run_dir) / "config.json"
+    path.mkdir(parents=True)
+    keep_choices(saving, path.parent, ["changed: --keep"])
+    assert from_json(path) == saving
+    assert path.with_name("config.json.bad0").is_dir()
+    assert capsys.readouterr().out == "changed: --keep\n"
+
+
+def test_a_run_goes_on_by_its_folder_alone(tmp_path):
+    began = Config(
+        run_dir=str(tmp_path), steps=7, coordinator="a:1", process_count=4, process_id=3
+    )
+    (tmp_path / "config.json").write_text(to_json(began))
+    for argv in (["--run-dir", str(tmp_path)], [f"--run-dir={tmp_path}"]):
+        assert with_preset(argv) == Config(run_dir=str(tmp_path), steps=7)
+    other = with_preset(["--run_dir", str(tmp_path), "--preset", "10m"])
+    assert other == with_preset(["--preset", "10m"])
+    for text in ("", "null", "[1]", '{"steps": 7, "no_flag": 1}'):
+        (tmp_path / "config.json").write_text(text)
+        assert with_preset(["--run-dir", str(tmp_path)]) == Config()
+        with pytest.raises(ConfigError, match="config.json is not what a run has writ"):
+            from_json(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize(
+    "text, kept, reason",
+    [
+        (b'{"step": 1, "loss": 2.0}\n{"step": 2, "lo', [1], None),
+        (b"", [], None),
+        (b"5\nnull\n[1]\n", [], "line 1 is not of a step, one of 3"),
+        (b'{"step": 1, "loss": 2.0}\n\xff\xfe\n', [1], "line 2 is not of a step"),
+        (b'{"loss": 2.0}\n{"step": "1", "loss": 2.0}\n', [], "one of 2"),
+        (b'{"step": 1, "loss": 2.0}\n{"step": 9, "loss": 2.0}\n', [1], None),
+        (None, [], "cannot be read (Is a directory)"),
+    ],
+)
+def test_metrics_in_any_state_do_not_stop_a_run(text, kept, reason, tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(text) if text is not None else path.mkdir()
+    keep_until(path, 5).close()
+    assert [x["step"] for x in metrics.read(path)] == kept
+    printed = capsys.readouterr().out
+    assert (reason or "") in printed and bool(reason) == bool(printed)
+    bad = tmp_path / "metrics.jsonl.bad0"
+    assert bad.exists() == bool(reason)
+    assert not reason or f"kept as {bad.name}" in printed
+
+
+@pytest.mark.parametrize(
+    "step, position, reason",
+    [
+        (60, {"next_index": 60}, None),
+        (50, {"next_index": 60}, "its state has taken 50 steps"),
+        *(
+            (60, position, f"its place in the data is {position}, after 60 steps")
+            for position in (
+                *({"next_index": n} for n in (61, 28, 10**14, -5, "x", None)),
+                None,
+                60,
+            )
+        ),
+    ],
+)
+def test_a_checkpoint_is_of_the_step_that_it_is_called_by(step, position, reason):
+    assert misplaced(step, position, 60) == reason
 
 
 def takes_signal(process: subprocess.Popen) -> bool:
