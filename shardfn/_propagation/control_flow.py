@@ -1,8 +1,8 @@
 """How control flow is sharded: its bodies are solved like the program around them.
 
 In: a scan, while, cond or remat node, how its operands are sharded, what is wanted of
-its results. Out: a `Decision` that holds the plans of the bodies. Carries are a fixpoint
-over their shardings, branches of a cond are joined.
+its results. Out: a `Decision` that holds the plans of the bodies. Carries are a
+fixpoint over their shardings, branches of a cond are joined.
 """
 
 from collections.abc import Callable, Sequence
