@@ -154,6 +154,27 @@ class AllToAll(Move):
     trips = 1
 
 
+class Regroup(Move):
+    """Blocks of a dimension become blocks of each of its runs, such as microbatches.
+    What two devices exchange is padded to be equal."""
+
+    name = "regroup"
+    op = "all_to_all"
+    hlo = "all-to-all"
+    trips = 1
+
+    @property
+    def runs(self) -> tuple[int, int]:
+        """The dimension, and of how many runs it is."""
+        assert isinstance(self.goal, Split)
+        return self.goal.dim, self.goal.runs
+
+    def elements(self, shape: Sequence[int], axes: Axes) -> int:
+        (_, runs), n = self.runs, axes.sizes[self.axis]
+        local = math.prod(local_shape(shape, self.before, axes))
+        return local // runs * -(-runs // n) * n
+
+
 class Permute(Move):
     """Blocks move on along the axis: whole ones to other devices, or some rows of each
     to a neighbour."""
@@ -210,6 +231,7 @@ MOVES: tuple[type[Move], ...] = (
     AllReduce,
     GatherTerms,
     AllToAll,
+    Regroup,
     Permute,
     Slice,
     Mask,
@@ -230,6 +252,8 @@ def move_of(before: Sharding, after: Sharding) -> Move:
             kind = AllReduce
         case Split(), Split() if state.shift != goal.shift:
             kind = Permute
+        case Split(), Split() if state.runs != goal.runs:
+            kind = Regroup
         case Split(), Split():
             kind = Relabel if state.dim == goal.dim else AllToAll
         case Split(), _:

@@ -42,6 +42,8 @@ class OpShardingRule:
         element, and zeros.
       shifts: `(factor, rows)`: with the factor split, the operands that have it are
         needed in blocks that begin so many rows earlier, around the ends.
+      regroups: the op may run on blocks of the minor one of two factors of an operand's
+        dimension, the blocks of each run of it one after the other.
     """
 
     operands: tuple[tuple[Dim, ...], ...]
@@ -53,6 +55,7 @@ class OpShardingRule:
     flat: bool = False
     picks: bool = False
     shifts: tuple[tuple[str, int], ...] = ()
+    regroups: bool = False
 
     def size(self, factor: str) -> int:
         """Elements of `factor`."""
@@ -160,6 +163,7 @@ def make_rule(
     flat: bool = False,
     picks: bool = False,
     shifts: Mapping[str, int] | None = None,
+    regroups: bool = False,
 ) -> OpShardingRule:
     """Builds the rule of `eqn`, filling in factor sizes from its shapes.
 
@@ -176,6 +180,7 @@ def make_rule(
       flat: whether blocks of the flattened operands give blocks of flattened results.
       picks: whether `reduce` sums one term with zeros: bits then stay as they are.
       shifts: how many rows before its own the blocks of a factor have to begin.
+      regroups: whether the minor of two factors of a dimension may be split.
 
     Returns:
       The frozen rule.
@@ -199,6 +204,7 @@ def make_rule(
         flat=flat,
         picks=picks,
         shifts=tuple((shifts or {}).items()),
+        regroups=regroups,
     )
 
 

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 from shardfn._core.sharding import (
     Axes,
-    AxisSharding,
     Sharding,
     Split,
     Unreduced,
@@ -20,6 +19,7 @@ from shardfn._core.sharding import (
     local_shape,
     on_axis,
     parts_of,
+    plain,
 )
 
 
@@ -54,23 +54,22 @@ def reshard_path(
     Minor axes, which are the fast ones, shrink first and gather last. Blocks are
     shifted at the very end: first by whole blocks, then by the rows that are left.
     """
-    path, unshifted = [start], tuple(map(_unshifted, end))
+    path = [start]
+    unshifted = tuple(plain(s) if isinstance(s, Split) else s for s in end)
     while path[-1] != unshifted:
         after = _next(path[-1], unshifted, shape, axes)
         assert after not in path, f"no path from {start} to {end}: {path}"
         path.append(after)
     for axis, state in enumerate(end):
-        if isinstance(state, Split) and state.shift:
+        if isinstance(state, Split) and state.runs:
+            path.append(on_axis(path[-1], axis, state))
+        elif isinstance(state, Split) and state.shift:
             rows = local_shape(shape, unshifted, axes)[state.dim]
             blocks = replace(state, shift=round(state.shift / rows) * rows)
             for goal in (blocks, state):
                 if path[-1][axis] != goal:
                     path.append(on_axis(path[-1], axis, goal))
     return tuple(path)
-
-
-def _unshifted(state: AxisSharding) -> AxisSharding:
-    return replace(state, shift=0) if isinstance(state, Split) else state
 
 
 def _next(now: Sharding, end: Sharding, shape: Sequence[int], axes: Axes) -> Sharding:

@@ -8,7 +8,7 @@ Out: the shape on one device and the PartitionSpec.
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jax.sharding import PartitionSpec
 
@@ -33,12 +33,15 @@ class Split:
       stored: True if the split comes from the stored state, False if from the batch.
       group: 0, or: every group of so many neighbours along the axis holds the value.
       shift: the block begins so many rows before the device's own, around the ends.
+      runs: 0, or: the dimension is so many equal runs, such as microbatches, and each
+        device holds its block of every run.
     """
 
     dim: int
     stored: bool = False
     group: int = 0
     shift: int = 0
+    runs: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +100,11 @@ class Axes:
         parts = [f"{name}__{i}" for i in range(len(self.parts))]
         at = self.groups.index(group) if group else len(parts) - 1
         return tuple(parts[len(parts) - 1 - at :])
+
+
+def plain(split: Split) -> Split:
+    """The same split in blocks as they lie: neither shifted nor of several runs."""
+    return replace(split, shift=0, runs=0) if split.shift or split.runs else split
 
 
 def on_axis(sharding: Sharding, axis: int, state: AxisSharding) -> Sharding:

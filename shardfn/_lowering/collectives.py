@@ -25,6 +25,7 @@ from shardfn._core.moves import (
     Move,
     Permute,
     ReduceScatter,
+    Regroup,
     Relabel,
     Slice,
     move_of,
@@ -135,6 +136,32 @@ def _all_to_all(
 ) -> jax.Array:
     name = names_of(move, axes)
     return lax.all_to_all(x, name, dim_of(move.goal), dim_of(move.state), tiled=True)
+
+
+@lowering(Regroup)
+def _regroup(
+    x: jax.Array, shape: Sequence[int], move: Regroup, axes: Axes
+) -> jax.Array:
+    """From a block of a dimension to a block of each of its runs.
+
+    A unit is what one device is to hold of one run: each has `runs` of them, number `u`
+    of all goes to device `u % count`. What two devices exchange is padded to be equal.
+    """
+    (dim, runs), name = move.runs, names_of(move, axes)
+    count, me = math.prod(map(lax.axis_size, name)), lax.axis_index(name)
+    each = -(-runs // count)
+    rows = jnp.moveaxis(x, dim, 0)
+    units = rows.reshape(runs, -1, *rows.shape[1:])
+    to = lax.broadcasted_iota(jnp.int32, (count, each), 0)
+    later = lax.broadcasted_iota(jnp.int32, (count, each), 1)
+    sent = (to - me * runs) % count + later * count
+    units = jnp.take(units, sent, axis=0, mode="clip")
+    units = lax.all_to_all(units, name, 0, 0, tiled=True)
+    units = units.reshape(count * each, *units.shape[2:])
+    mine = lax.iota(jnp.int32, runs) * count + me
+    found = mine // runs * each + mine % runs // count
+    units = jnp.take(units, found, axis=0, mode="clip")
+    return jnp.moveaxis(units.reshape(rows.shape), 0, dim)
 
 
 @lowering(Permute)

@@ -7,7 +7,7 @@ they are made.
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from shardfn._core.op_sharding_rule import OpShardingRule
@@ -20,6 +20,7 @@ from shardfn._core.sharding import (
     Unreduced,
     flat_start,
     is_unreduced,
+    plain,
 )
 from shardfn._core.sizes import elements, nbytes
 from shardfn._propagation.op_strategy import Decision, filled_factors
@@ -250,7 +251,7 @@ def _op(
         if not sizes[i]:
             return frozenset()
         if isinstance(state, Split):
-            return frozenset({replace(state, shift=0) if state.shift else state})
+            return frozenset({plain(state)})
         if axis in chosen:
             return frozenset({None} if state is None else ())
         return frozenset(

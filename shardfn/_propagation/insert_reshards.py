@@ -5,7 +5,7 @@ of each use in another sharding; schedule passes then share, delay or hoist them
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shardfn._core.errors import where
 from shardfn._core.phases import last_phase
@@ -128,7 +128,8 @@ class _Writer:
 def without_origin(sharding: Sharding) -> Sharding:
     """`sharding` without the note whether a split comes from the batch or the state."""
     return tuple(
-        Split(s.dim, shift=s.shift) if isinstance(s, Split) else s for s in sharding
+        replace(s, stored=False, group=0) if isinstance(s, Split) else s
+        for s in sharding
     )
 
 

@@ -14,7 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from shardfn._core.op_sharding_rule import (
+    Dim,
     OpShardingRule,
     flat_factor,
     flat_factor_start,
@@ -133,6 +136,8 @@ class OpSite:
             kind = held if split.stored else batch
             if factor is not None and can_part(factor, split.stored):
                 kind[factor] = kind.get(factor, 0) + nbytes(self.operand_avals[i])
+            elif (run := self.run_factor(axis, i, split)) is not None:
+                batch[run] = batch.get(run, 0) + nbytes(self.operand_avals[i])
         wanted, open_to_split = self.wanted(axis, can_part)
         if batch:
             best = max(batch, key=lambda f: (batch[f], f in wanted))
@@ -252,7 +257,8 @@ class OpSite:
         for i, dims in enumerate(self.rule.operands):
             dim = self.dim_of(dims, factor)
             if dim is not None:
-                block = Split(dim, stored, shift=self.shift(factor))
+                runs = self.runs(dims[dim], factor) if dim >= 0 else 0
+                block = Split(dim, stored, shift=self.shift(factor), runs=runs)
                 self.operands[i] = on_axis(self.operands[i], axis, block)
         for i in self.additive_partners(factor):
             self.operands[i] = on_axis(self.operands[i], axis, Unreduced())
@@ -262,6 +268,32 @@ class OpSite:
                 Unreduced(self.reducer(factor)) if dim is None else Split(dim, stored)
             )
             self.results[j] = on_axis(self.results[j], axis, state)
+
+    def run_factor(self, axis: int, i: int, split: Split) -> str | None:
+        """The factor of equal runs, such as the rows of each microbatch, that `axis`
+        may split instead of the runs themselves, which are too few."""
+        state, aval = self.states[i], self.operand_avals[i]
+        alone = [s for s in state if isinstance(s, Split) and s.dim == split.dim]
+        if not self.rule.regroups or split.stored or split.dim < 0 or len(alone) > 1:
+            return None
+        if self.parts or not isinstance(aval.dtype, np.dtype):
+            return None
+        dims = self.rule.operands[i][split.dim]
+        factors = [f for f in dims if self.rule.size(f) > 1]
+        if len(factors) != 2 or factors[1] in self.rule.whole:
+            return None
+        (result,), (wants,), minor = self.rule.results, self.wants, factors[1]
+        at = self.rule.dim_of(result, minor)
+        leads = at is not None and self.rule.major(result, at) == minor
+        divides = self.rule.size(minor) % self.axes.sizes[axis] == 0
+        wanted = wants[axis] != frozenset({None})
+        return minor if leads and divides and wanted else None
+
+    def runs(self, dim: Dim, factor: str) -> int:
+        """The runs of which each device holds a block of `factor`; 0 if it is major."""
+        before = math.prod(self.rule.size(f) for f in dim[: dim.index(factor)])
+        filled = any(f in self.filled for f in dim[: dim.index(factor)])
+        return before if before > 1 and not filled else 0
 
     def shift(self, factor: str) -> int:
         """How many rows before its own a block of `factor` has to begin."""

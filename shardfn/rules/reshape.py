@@ -48,6 +48,7 @@ def _reshape(eqn: JaxprEqn) -> OpShardingRule:
         whole=whole,
         linear="each",
         flat=bool(shape and result) and list(order) == sorted(order),
+        regroups=True,
     )
 
 
