@@ -23,8 +23,8 @@ MADE = "_shardfn_made"
 and the number of the call. Whatever is older shares no buffer with it."""
 
 SEEN = "_shardfn_seen"
-"""Attribute of an array of a batch: the number of a call that it was given to, whose
-state shared no buffer with it."""
+"""Attribute of an array of a batch: the number of a call that it was given to. It shares
+no buffer with what was made later."""
 
 NOT_MADE = (None, 0)
 
@@ -125,6 +125,8 @@ class Ready:
                 placed.append(x)
             else:
                 placed.append(jax.device_put(x, sharding))
+                if type(x) in compat.CONCRETE_ARRAYS:  # it may have the same buffers
+                    setattr(placed[-1], SEEN, _seen(x))
         return placed
 
     def leaves(self, new: list[Any]) -> list[Any]:
@@ -175,8 +177,15 @@ def apart(state: list[Any], batch: Sequence[Any], oldest: int = 0) -> list[Any]:
         taken |= buffers
         out.append(x)
     for x in given:
-        setattr(x, SEEN, next(_calls))
+        _seen(x)
     return out
+
+
+def _seen(x: jax.Array) -> int:
+    """The number of the first call that an array of a batch was given to."""
+    if not hasattr(x, SEEN):
+        setattr(x, SEEN, next(_calls))
+    return getattr(x, SEEN)
 
 
 def _shard_bytes(x: Any) -> int:

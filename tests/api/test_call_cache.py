@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from plan_helpers import cpu_mesh
 
 import shardfn
+from shardfn._api import call_cache
 from shardfn._api.sharded_step import ShardedStep
 
 X = np.ones((16, 4), np.float32)
@@ -113,3 +114,67 @@ def test_every_program_is_verified(monkeypatch) -> None:
     with jax.default_matmul_precision("float32"):
         sharded(sharded.shard(weight), X)
     assert [*counts, len(checks)] == [1, 1, 2, 2, 3]
+
+
+SPLIT = NamedSharding(cpu_mesh(8), P("data", None))
+"""The same layout as the one that steps use, written out: `device_put` to it shares."""
+ALIASES = {
+    "the object": lambda w: w,
+    "device_put": lambda w: jax.device_put(w, SPLIT),
+    "of an alias": lambda w: jax.device_put(jax.device_put(w, SPLIT), w.sharding),
+    "a shard": lambda w: jax.device_put(
+        w.addressable_data(0), NamedSharding(SPLIT.mesh, P())
+    ),
+}
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+@pytest.mark.parametrize("place", ["batch", "state"])
+def test_arrays_that_share_buffers_are_kept_apart(alias: str, place: str) -> None:
+    """XLA ended the process; a distillation, a target network, an old average."""
+
+    def pull(state, x, teacher):
+        rows = jnp.sum(teacher, axis=0) / teacher.shape[0]
+        w, old = state["w"] + rows, state["old"] * 2
+        return {"w": w, "old": old}, jnp.sum(teacher) + jnp.sum(x)
+
+    step = shardfn.fully_shard(
+        pull,
+        SPLIT.mesh,
+        min_size=0,
+        batch_spec=(None, P("data") if alias != "a shard" else P()),
+    )
+    ones = jnp.ones((8, 8))
+    state = step.shard({"w": ones, "old": ones})
+    for times in (1, 2, 3):
+        teacher = jnp.ones((8, 8))
+        shared = ALIASES[alias](state["w"])
+        if place == "batch":
+            teacher = shared
+        elif alias != "a shard":
+            state = {**state, "old": shared}
+        expected = jax.jit(pull)(
+            *jax.tree.map(np.asarray, (state, jnp.ones((8, 1)), teacher))
+        )
+        state, got = step(state, jnp.ones((8, 1)), teacher)
+        assert got == expected[1], times
+        jax.tree.map(np.testing.assert_array_equal, step.unshard(state), expected[0])
+
+
+def test_a_batch_that_stays_is_not_looked_at_again(monkeypatch) -> None:
+    """What steps make afterwards cannot share its buffers."""
+    looked = []
+    find = call_cache._buffers
+    monkeypatch.setattr(call_cache, "_buffers", lambda x: looked.append(1) or find(x))
+    step = shardfn.fully_shard(
+        lambda s, x: ([w + x for w in s], ()), cpu_mesh(8), min_size=0
+    )
+    state = step.shard([jnp.ones(8)] * 5)
+    x = jax.device_put(jnp.ones(8), NamedSharding(cpu_mesh(8), P("data")))
+    counts = []
+    for _ in range(4):
+        state, _ = step(state, x)
+        counts.append(len(looked))
+    assert counts[1:] == [counts[1]] * 3
+    step([jax.device_put(w, w.sharding) for w in state[:-1]] + [x], jnp.ones(8))
+    assert len(looked) > counts[-1]

@@ -339,3 +339,25 @@ def test_memory_is_that_of_the_shards(tmp_path) -> None:
         peaks[action] = json.loads(out.stdout)["peak"]
     assert peaks["save"] < 0.2, peaks
     assert peaks["restore"] < 1.2, peaks
+
+
+def test_plain_orbax_writes_whole_leaves(tmp_path) -> None:
+    """A state handed to Orbax itself, past the checkpoints of this library."""
+    step = shardfn.fully_shard(
+        lambda s, x: (s, x.sum()), jax.make_mesh((8,), ("data",)), min_size=8
+    )
+    whole = {"flat": np.arange(35.0).reshape(5, 7), "even": np.ones((16, 3))}
+    state = step.shard(whole)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        like = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+            state,
+            step.shardings(state),
+        )
+        for target in (like, state, None):
+            restored = checkpointer.restore(tmp_path / "state", target)
+            jax.tree.map(np.testing.assert_array_equal, restored, whole)
+            got = step.unshard(step(restored, X)[0])
+            jax.tree.map(np.testing.assert_array_equal, got, whole)
