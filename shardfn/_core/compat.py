@@ -187,6 +187,15 @@ def close_jaxpr(jaxpr: Any) -> Any:
     return jaxpr if hasattr(jaxpr, "consts") else core.ClosedJaxpr(jaxpr, ())
 
 
+def with_equations(jaxpr: Any, change: Callable[[JaxprEqn], JaxprEqn]) -> Any:
+    """A jaxpr, closed or not, with each of its equations changed."""
+    inner, _ = open_jaxpr(jaxpr)
+    eqns = [change(eqn) for eqn in inner.eqns]
+    if type(inner) is type(jaxpr):
+        return jaxpr.replace(eqns=eqns)
+    return jaxpr.replace(jaxpr=inner.replace(eqns=eqns))
+
+
 def traced_equation(run: Any, like: JaxprEqn, avals: Sequence[Any]) -> JaxprEqn:
     """The one equation that `run` makes of such arguments, in the place of `like`."""
     with at_top_level(), as_user_code(like):

@@ -1,8 +1,9 @@
 """How far rounding alone moves the results of a step.
 
 In: a plain step and its arguments. Out: for each leaf that comes back, the largest
-relative change when the arguments are rounded in another way. Where a true gradient is
-zero, or an update takes only its sign, that change is as large as the leaf.
+relative change when the arguments, and what the step casts to a narrower dtype, are
+rounded in another way. Where a true gradient is zero, or an update takes only its sign,
+that change is as large as the leaf.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardfn.testing._compare import Snapshot, relative_error, snapshot
+from shardfn.testing._other_casts import casting_otherwise
 
 TRIALS = 4
 """Ways of rounding that are tried."""
@@ -47,6 +49,7 @@ def noise(
       The largest relative change of each floating-point leaf.
     """
     moved: dict[str, float] = {}
+    step = casting_otherwise(step, (state, *batch))
     for seed in range(TRIALS):
         rng = np.random.default_rng(seed)
         now, *others = rounded_otherwise((state, *batch), rng)

@@ -50,10 +50,11 @@ def assert_parity(
     of a batch norm) has a gradient of nothing but rounding errors, and Adam divides it
     by its own size, so that the update is -1 or 1 at random; so do optimizers that take
     the gradient's sign. If a leaf differs by more than `tol`, the plain step is run
-    from arguments of which every element is rounded another way, and the leaf may
-    differ by four times what that changes. A leaf that this changes by more than a
-    tenth is decided by rounding, so that passing says little: a warning names it. If a
-    leaf differs and most are decided so, the assertion fails.
+    from arguments of which every element is rounded another way, as is what the step
+    casts to a narrower dtype such as bfloat16, and the leaf may differ by four times
+    what that changes. A leaf that this changes by more than a tenth is decided by
+    rounding, so that passing says little: a warning names it. If a leaf differs and
+    most are decided so, the assertion fails.
 
     Args:
       step: pure function `(state, *batch) -> (state, ...)` for one device.

@@ -110,6 +110,53 @@ def test_rounding_may_decide_a_leaf(rule, monkeypatch) -> None:
         assert_parity(*arguments)
 
 
+def in_dtype(dtype: str, direction: Any = adam) -> Callable[..., Any]:
+    """A step that keeps its state in float32, and a bias in front of a norm in it,
+    and computes in another dtype."""
+
+    def step(state, x, shift):
+        def loss_fn(p):
+            p, low = jax.tree.map(lambda a: a.astype(dtype), (p, x))
+            y = (low @ p["w"] + p["bias"]).astype(jnp.float32)
+            y = y + shift.astype(jnp.float32)[:, None]
+            y = (y - y.mean(0)) / jnp.sqrt(y.var(0) + 1e-3) * p["scale"].astype(y.dtype)
+            return jnp.square(y - jnp.roll(y, 1, 0) - 1).mean()
+
+        loss, grads = jax.value_and_grad(loss_fn)(state)
+        return {k: state[k] - 0.01 * direction(grads[k]) for k in state}, loss
+
+    return step
+
+
+SHIFT = np.arange(16, dtype=np.int32) % 3
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_rounding_is_measured_where_the_step_rounds(dtype: str, monkeypatch) -> None:
+    arguments = in_dtype(dtype), make_mesh("8"), normalized_state(), X, SHIFT
+    with pytest.warns(UserWarning, match=r"on one device: bias \(by "):
+        assert_parity(*arguments, steps=1)
+    as_it_is = "shardfn.testing._rounding_noise.casting_otherwise"
+    monkeypatch.setattr(as_it_is, lambda step, _: step)
+    with pytest.raises(AssertionError, match="this is no noise|rounding noise in part"):
+        assert_parity(*arguments, steps=1)
+
+
+@pytest.mark.parametrize(
+    "dtype, factor", [("float32", 1.01), ("bfloat16", 0.0), ("float16", 0.5)]
+)
+def test_a_wrong_gradient_is_no_rounding(
+    dtype: str, factor: float, monkeypatch
+) -> None:
+    real = jax.lax.psum_scatter
+    monkeypatch.setattr(
+        jax.lax, "psum_scatter", lambda x, *args, **kw: real(x, *args, **kw) * factor
+    )
+    step = in_dtype(dtype, direction=lambda grad: 10 * grad)
+    with pytest.raises(AssertionError, match="leaf (scale|w) .*error"):
+        assert_parity(step, make_mesh("8"), normalized_state(), X, SHIFT, steps=1)
+
+
 def test_noise_beside_it_hides_no_mistake(wrong_sums) -> None:
     step = normalized(lambda grad: grad)
     with pytest.raises(AssertionError) as error:
