@@ -1,7 +1,7 @@
 """The transform: a plain training step in, the same step on a sharded state out."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 from jax.sharding import Mesh
@@ -39,6 +39,7 @@ class PerLeafOptions(TypedDict, total=False):
     prefetch: PerLeaf[int]
     bucket_bytes: PerLeaf[int]
     shard: PerLeaf[str | tuple[str, ...] | Literal[False] | None]
+    per_device_state: Sequence[str]
 
 
 class Options(PerLeafOptions, total=False):
@@ -91,6 +92,7 @@ def fully_shard(
     prefetch: PerLeaf[int] = 0,
     bucket_bytes: PerLeaf[int] = 0,
     shard: PerLeaf[str | tuple[str, ...] | Literal[False] | None] = None,
+    per_device_state: Sequence[str] = (),
 ) -> ShardedStep | LocalStep | Callable[[Step], Any]:
     """Shards `train_step`'s state over one mesh axis, gathering each parameter where it
     is used.
@@ -182,12 +184,16 @@ def fully_shard(
         `accumulate="defer"` ZeRO-1). `{"params": "data", "opt_state": ("replica",
         "data")}` gathers over the one axis and updates over both. `False` alone
         all-reduces whole gradients.
+      per_device_state: path patterns of leaves that each device keeps for itself, as
+        under `jax.pmap`: batch statistics of a step that is written per device and does
+        not average them. They have a leading dimension of devices, which `init` and
+        `shard` add and the step does not see.
 
-    The options from `reshard_after_forward` on take one value, or a mapping from path
-    patterns to values, of which the first that matches counts: `{"params/head": False,
-    "*": True}`. A pattern names leaves or subtrees of the state by their paths as the
-    plan prints them; `*` stands for any characters. Leaves that none matches take the
-    default.
+    The options from `reshard_after_forward` to `shard` take one value, or a mapping
+    from path patterns to values, of which the first that matches counts:
+    `{"params/head": False, "*": True}`. A pattern names leaves or subtrees of the state
+    by their paths as the plan prints them; `*` stands for any characters. Leaves that
+    none matches take the default.
 
     Returns:
       A jitted `ShardedStep`, or a `LocalStep` without a mesh. Arrays in `batch` have
@@ -223,6 +229,7 @@ def fully_shard(
         "prefetch": prefetch,
         "bucket_bytes": bucket_bytes,
         "shard": shard,
+        "per_device_state": per_device_state,
     }
     options: Options = {
         "axis": axis,
@@ -265,6 +272,13 @@ def fully_shard(
                 "into groups: one that the caller has bound stays in one piece.\n"
                 f"  fully_shard was called at {call_site()}\n"
                 "Pass a mesh, or True or False."
+            )
+        if control.has_per_device_state:
+            raise ShardingError(
+                f"per_device_state={tuple(per_device_state)!r} needs a mesh: without "
+                "one the step sees what one device holds, and nothing else.\n"
+                f"  fully_shard was called at {call_site()}\n"
+                "Pass a mesh, or keep such leaves out of the state."
             )
         local = LocalStep(plain, names, options)
         functools.update_wrapper(local, inner, updated=())

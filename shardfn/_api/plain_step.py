@@ -16,7 +16,7 @@ from shardfn._api.planner import check_fallbacks, plan_traced
 from shardfn._core import compat
 from shardfn._core.errors import ShardingError, called, step_name
 from shardfn._core.leaf_options import Control
-from shardfn._core.leaves import Leaf
+from shardfn._core.leaves import Leaf, leaf_name
 from shardfn._core.sharding import Axes, Sharding
 from shardfn._lowering.planned_program import Planned
 from shardfn._trace.trace_step import trace
@@ -121,6 +121,7 @@ class PlainStep:
         """
         key = state.key, batch.key, axes, compat.configuration()
         if key not in self.plans:
+            names = [leaf_name(leaf.path) for leaf in state.leaves]
             traced = trace(
                 self.call,
                 state.avals,
@@ -129,6 +130,7 @@ class PlainStep:
                 batch.shardings,
                 axes,
                 names_axes=lambda: mentions(self.step, axes.names),
+                own=[self.control.of(x).per_device_state for x in names],
             )
             # Primitives are traced anew to expand them.
             with compat.at_top_level(), compat.broadcasts_ranks():

@@ -34,6 +34,7 @@ from shardfn.analysis._program_hash import listing_of
 from shardfn.analysis.plan import Plan
 from shardfn.analysis.report import Report
 from shardfn.storage._init_state import make_leaves
+from shardfn.storage._layout import with_device_rows
 from shardfn.storage._placement import Storage
 from shardfn.storage._stored_array import stored_array
 
@@ -232,7 +233,7 @@ class ShardedStep:
         Returns:
           The state, each leaf split as `shardings` says.
         """
-        storage = self.storage
+        storage, init_fn = self.storage, self._with_rows(init_fn)
         made = made_by(init_fn, args, storage.auto_sizes)
         leaves, treedef = storage.leaves((made,))
         traced = is_traced(args)
@@ -253,6 +254,7 @@ class ShardedStep:
           Pytree of `ShapeDtypeStruct`, whole, as `plan`, `lower`, `shardings` and the
           `restore` of `shardfn.storage.checkpoint` take it.
         """
+        init_fn = self._with_rows(init_fn)
         made = made_by(init_fn, args, self.storage.auto_sizes)
         leaves, treedef = self.storage.leaves((made,))
         return jax.tree.unflatten(treedef, self.storage.abstract(leaves))[0]
@@ -269,6 +271,8 @@ class ShardedStep:
           `fully_shard`, and over other mesh axes as it comes in. A leaf that no
           dimension divides is stored padded, or flattened and padded.
         """
+        if self.storage.control.has_per_device_state:
+            state = with_device_rows(state, self.storage.axes, self.storage.control)
         storage, traced = self.storage, is_traced(state)
         stored, leaves, treedef = storage.place((state,), whole=traced)
         given = map(stored_array, jax.tree.leaves(state))
@@ -350,6 +354,13 @@ class ShardedStep:
         return jax.tree.unflatten(treedef, [x.sharding for x in avals])[0]
 
     # Inside
+
+    def _with_rows(self, init_fn: Callable[..., Any]) -> Callable[..., Any]:
+        """`init_fn` with a row for each device in what devices keep for themselves."""
+        axes, control = self.storage.axes, self.storage.control
+        if not control.has_per_device_state:
+            return init_fn
+        return lambda *args: with_device_rows(init_fn(*args), axes, control)
 
     def _prepare(
         self, states: tuple[Any, ...], batch: tuple[Any, ...]

@@ -39,6 +39,7 @@ class LeafControl:
     prefetch: int = 0
     bucket_bytes: int = 0
     shard: tuple[str, ...] | None = None
+    per_device_state: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,11 @@ class Control:
         if leaf not in self.known:
             self.known[leaf] = _of(self, leaf)
         return self.known[leaf]
+
+    @property
+    def has_per_device_state(self) -> bool:
+        """Whether each device keeps some leaf for itself."""
+        return bool(dict(self.choices).get("per_device_state"))
 
     @property
     def prefetches(self) -> bool:
@@ -184,6 +190,8 @@ def make_control(**options: Any) -> Control:
     found = []
     for known in fields(LeafControl):
         given = options.pop(known.name, known.default)
+        if known.name == "per_device_state":
+            given = _patterns(known.name, given)
         named = given if isinstance(given, Mapping) else {"*": given}
         choices = tuple(
             (_pattern(known.name, pattern), _CHECKS[known.name](known.name, value))
@@ -270,6 +278,14 @@ def _count(option: str, value: Any) -> int:
     return value
 
 
+def _patterns(option: str, given: Any) -> dict[str, bool]:
+    """The leaves of an option that is a tuple of path patterns."""
+    named = given or ()
+    if isinstance(named, str) or not isinstance(named, Sequence):
+        cannot_be(option, given, "Pass a tuple of path patterns: ('batch_stats/*',).")
+    return {_pattern(option, pattern): True for pattern in named}
+
+
 def _pattern(option: str, pattern: Any) -> str:
     if not isinstance(pattern, str):
         advice = "Pass a mapping from path patterns, which are strings, to values."
@@ -294,4 +310,5 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "prefetch": _count,
     "bucket_bytes": _count,
     "shard": _axes,
+    "per_device_state": lambda option, value: value,
 }

@@ -7,13 +7,20 @@ as any other: that of a gradient becomes a reduce-scatter.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from shardfn._core import compat
-from shardfn._core.errors import ShardingError, called, nested, step_name, where_in
+from shardfn._core.errors import (
+    ShardingError,
+    called,
+    listed,
+    nested,
+    step_name,
+    where_in,
+)
 from shardfn._core.sharding import Axes, Sharding, Split, axes_of
 
 GlobalStep = Callable[[tuple[Any, ...], tuple[Any, ...]], Any]
@@ -51,7 +58,11 @@ def reaches_axis(
 
 
 def as_global(
-    step: GlobalStep, axes: Axes, split: Sequence[Sharding], states: int
+    step: GlobalStep,
+    axes: Axes,
+    split: Sequence[Sharding],
+    states: int,
+    own: Sequence[bool] = (),
 ) -> GlobalStep:
     """The global step that a per-device step stands for.
 
@@ -60,6 +71,8 @@ def as_global(
       axes: the mesh axes whose names the step uses.
       split: shardings of the global batch's leaves.
       states: how many leading results are the new states.
+      own: per leaf of the states, whether it has a row for each device, which the step
+        sees alone.
 
     Returns:
       A pure step on the global batch. Results that are equal on all devices come back
@@ -67,10 +80,11 @@ def as_global(
     """
 
     def run(old: tuple[Any, ...], batch: tuple[Any, ...]) -> Any:
-        mapped = _mapped(step, axes, split, old, batch)
-        _check_states(mapped, states)
-        out = _over_devices(step, axes, split, mapped)(old, batch)
-        return jax.tree.map(_joined, out, mapped)
+        mapped = _mapped(step, axes, split, own, old, batch)
+        mapped = _check_states(mapped, states, own, len(axes.names))
+        out = _over_devices(step, axes, split, own, mapped)(old, batch)
+        joined = jax.tree.map(_joined, out, mapped)
+        return _with_rows(joined, out, own, len(axes.names))
 
     return run
 
@@ -83,10 +97,20 @@ def _joined(x: jax.Array, levels: tuple[bool, ...]) -> jax.Array:
     return x.reshape(-1, *x.shape[count + 1 :])
 
 
+def _with_rows(joined: Any, out: Any, own: Sequence[bool], levels: int) -> Any:
+    """`joined`, where each device's own leaves of the state are rows."""
+    leaves, treedef = jax.tree.flatten(joined)
+    for i, (x, is_own) in enumerate(zip(jax.tree.leaves(out), own, strict=False)):
+        if is_own:
+            leaves[i] = x.reshape(-1, *x.shape[levels:])
+    return jax.tree.unflatten(treedef, leaves)
+
+
 def _over_devices(
     step: GlobalStep,
     axes: Axes,
     split: Sequence[Sharding],
+    own: Sequence[bool],
     mapped: Any,
     record: dict[int, Any] | None = None,
 ) -> GlobalStep:
@@ -95,6 +119,8 @@ def _over_devices(
     `mapped` says per result and axis whether it differs between devices; None maps all,
     and then `record` is filled with what really does.
     """
+
+    owned: list[bool] = []
 
     def level(index: int, run: Callable[..., Any]) -> Callable[..., Any]:
         if index < 0:
@@ -118,7 +144,7 @@ def _over_devices(
             out_axes = flags
         over = jax.vmap(
             inner,
-            in_axes=(None, in_axes),
+            in_axes=([0 if is_own else None for is_own in owned], in_axes),
             out_axes=out_axes,
             axis_name=axes.names[index],
             axis_size=axes.sizes[index],
@@ -128,11 +154,20 @@ def _over_devices(
     def run(old: tuple[Any, ...], batch: tuple[Any, ...]) -> Any:
         leaves, treedef = jax.tree.flatten(batch)
         blocks = [_blocks(x, s, axes) for x, s in zip(leaves, split, strict=True)]
+        state, state_tree = jax.tree.flatten(old)
+        owned[:] = own or [False] * len(state)
+        rows = [
+            x.reshape(*axes.sizes, *x.shape[1:]) if is_own else x
+            for x, is_own in zip(state, owned, strict=True)
+        ]
 
-        def one_device(states: Any, flat: list[Any]) -> Any:
-            return step(states, jax.tree.unflatten(treedef, flat))
+        def one_device(states: list[Any], flat: list[Any]) -> Any:
+            return step(
+                jax.tree.unflatten(state_tree, states),
+                jax.tree.unflatten(treedef, flat),
+            )
 
-        return level(len(axes.names) - 1, one_device)(old, blocks)
+        return level(len(axes.names) - 1, one_device)(rows, blocks)
 
     return run
 
@@ -161,12 +196,13 @@ def _mapped(
     step: GlobalStep,
     axes: Axes,
     split: Sequence[Sharding],
+    own: Sequence[bool],
     old: tuple[Any, ...],
     batch: tuple[Any, ...],
 ) -> Any:
     """Per result, per mesh axis, whether it differs between devices."""
     record: dict[int, Any] = {}
-    over = _over_devices(step, axes, split, None, record)
+    over = _over_devices(step, axes, split, own, None, record)
     _check_keys(jax.make_jaxpr(over)(old, batch))
     levels = [record[i] for i in range(len(axes.names))]
     return jax.tree.map(lambda *flags: tuple(flags), *levels)
@@ -189,18 +225,47 @@ def _check_keys(jaxpr: Any) -> None:
             )
 
 
-def _check_states(mapped: Any, states: int) -> None:
-    if not isinstance(mapped, (tuple, list)):
-        return  # not a state and metrics; the trace says so
+def _check_states(mapped: Any, states: int, own: Sequence[bool], levels: int) -> Any:
+    """`mapped`, with all that devices keep for themselves differing between them.
+
+    Raises:
+      ShardingError: another leaf of the state differs.
+    """
+    if not isinstance(mapped, (tuple, list)) or len(mapped) < states:
+        return mapped  # not a state and metrics; the trace says so
     new = mapped[0] if states == 1 else tuple(mapped[:states])
     flat, _ = tree_flatten_with_path(new, is_leaf=_is_levels)
-    for path, levels in flat:
-        if any(levels):
-            name = keystr(path, simple=True, separator="/") or "state"
-            raise ShardingError(
-                f"state leaf '{name}' would differ between devices: {step_name()} "
-                "computes it from its own part of the batch and never averages it.\n"
-                f"{called()}"
-                "Average the gradients over the mesh axis first: "
-                "grads = jax.lax.pmean(grads, axis)."
-            )
+    is_own = own if len(own) == len(flat) else [False] * len(flat)
+    names = [keystr(path, simple=True, separator="/") or "state" for path, _ in flat]
+    differing = [
+        name
+        for name, (_, over), kept in zip(names, flat, is_own, strict=True)
+        if any(over) and not kept
+    ]
+    if differing:
+        _refuse_differing(differing, names)
+    leaves, treedef = jax.tree.flatten(mapped, is_leaf=_is_levels)
+    for i, kept in enumerate(is_own):
+        leaves[i] = (True,) * levels if kept else leaves[i]
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def _refuse_differing(differing: Sequence[str], names: Sequence[str]) -> NoReturn:
+    """The error for leaves that would differ, of all `names` of the state."""
+    tops = {name.split("/")[0] for name in differing}
+    others = {name.split("/")[0] for name in names if name not in differing}
+    whole = [f"{top}/*" for top in sorted(tops - others) if top not in names]
+    single = [name for name in differing if f"{name.split('/')[0]}/*" not in whole]
+    more = f" So would {listed(differing[1:])}." if differing[1:] else ""
+    keep = "per_device_state keeps such a leaf"
+    if len(tops) == 1:  # leaves of several subtrees follow from gradients
+        shown = ", ".join(map(repr, whole or single))
+        keep = f"per_device_state=({shown},) keeps it"
+    raise ShardingError(
+        f"state leaf '{differing[0]}' would differ between devices: {step_name()} "
+        f"computes it from its own part of the batch and never averages it.{more}\n"
+        f"{called()}"
+        "Average the gradients over the mesh axis first: grads = jax.lax.pmean(grads, "
+        "axis). If they are averaged and it is a statistic of the batch, average that "
+        f"too, or let each device have its own, as under jax.pmap: {keep}."
+    )

@@ -54,6 +54,7 @@ def trace(
     split: Sequence[Sharding],
     axes: Axes,
     names_axes: Callable[[], bool],
+    own: Sequence[bool] = (),
 ) -> Traced:
     """Traces `step` and checks that it returns a state like the one it takes.
 
@@ -65,6 +66,7 @@ def trace(
       split: shardings of the batch's leaves.
       axes: the mesh axes. A step that uses their names is a step for one device.
       names_axes: whether their names occur in the step's code.
+      own: per leaf of `states`, whether each device keeps its own row of it.
 
     Returns:
       The traced step.
@@ -82,7 +84,7 @@ def trace(
         )
     try:
         with compat.at_top_level():
-            jaxpr, out = _jaxpr(step, states, batch, split, axes, names_axes)
+            jaxpr, out = _jaxpr(step, states, batch, split, axes, names_axes, own)
     except jax.errors.UnexpectedTracerError as error:
         raise leaked_tracer() from error
     jaxpr = compat.without_refs(jaxpr)
@@ -111,6 +113,7 @@ def _jaxpr(
     split: Sequence[Sharding],
     axes: Axes,
     names_axes: Callable[[], bool],
+    own: Sequence[bool],
 ) -> tuple[Any, Any]:
     """The jaxpr of a global step, or else of a per-device one.
 
@@ -118,8 +121,10 @@ def _jaxpr(
     be too, if it spells out local shapes before it names an axis: it is if it comes to
     name one on the batch of one device, and works so. Any other failure is the user's.
     """
-    local = as_global(step, axes, split, len(states))
+    local = as_global(step, axes, split, len(states), own)
     try:
+        if any(own):
+            return jax.make_jaxpr(local, return_shape=True)(states, batch)
         return jax.make_jaxpr(step, return_shape=True)(states, batch)
     except NameError as error:
         _check_axis(error, axes)

@@ -10,8 +10,12 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from shardfn._core import compat
 from shardfn._core.automatic_axes import AutoSplit
+from shardfn._core.errors import ShardingError, called
 from shardfn._core.leaf_options import NOTHING_ASKED, Control
 from shardfn._core.leaves import leaf_name
 from shardfn._core.sharding import Axes, Sharding, Split, flat, is_flat, on_axis
@@ -52,13 +56,38 @@ def partition(
     names = list(map(leaf_name, paths))
     control.check(names)
     return tuple(
-        _leaf_sharding(
+        _per_device(name, leaf, axes)
+        if control.of(name).per_device_state
+        else _leaf_sharding(
             leaf, axes, min_size, stacked, auto or (), control.of(name).shard
         )
         for name, leaf, stacked, auto in zip(
             names, leaves, stacks, autos or [()] * len(stacks), strict=True
         )
     )
+
+
+def _per_device(name: str, leaf: Any, axes: Axes) -> Sharding:
+    """One row on each device."""
+    if leaf.shape[:1] != (axes.devices,):
+        raise ShardingError(
+            f"state leaf '{name}' has shape {tuple(leaf.shape)}, and per_device_state "
+            f"wants a row for each of {axes.devices} devices.\n{called()}"
+            "Make the state with step.init(...) or step.shard(state), which add them."
+        )
+    return tuple(Split(0) if size > 1 else None for size in axes.sizes)
+
+
+def with_device_rows(state: Any, axes: Axes, control: Control) -> Any:
+    """A state with a row for each device in the leaves that devices keep for
+    themselves."""
+
+    def leaf(path: Any, x: Any) -> Any:
+        if not control.of(leaf_name(path)).per_device_state:
+            return x
+        return jnp.broadcast_to(x, (axes.devices, *jnp.shape(x)))
+
+    return jax.tree_util.tree_map_with_path(leaf, state)
 
 
 def _leaf_sharding(
