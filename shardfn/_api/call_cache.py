@@ -13,9 +13,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from shardfn._core import compat
 from shardfn.storage._mesh_context import beside
+from shardfn.storage._placement import is_placed
 from shardfn.storage._stored_array import StoredArray
 
 MADE = "_shardfn_made"
@@ -86,15 +88,14 @@ class Ready:
       run: the jitted step.
       kinds: what the state's leaves look like.
       padded: positions of those that are stored padded.
-      batch_shardings: where the batch's leaves belong; None for scalars, which stay
-        where they are.
+      batch: where each leaf of the batch belongs, and whether it is a scalar.
       donates: whether the state's buffers are given to the result.
     """
 
     run: Any
     kinds: tuple[Kind, ...]
     padded: tuple[int, ...]
-    batch_shardings: tuple[Any, ...]
+    batch: tuple[tuple[NamedSharding, bool], ...]
     donates: bool
 
     def arrays(self, state: Sequence[Any]) -> tuple[list[jax.Array], int] | None:
@@ -118,10 +119,10 @@ class Ready:
     def place(self, batch: Sequence[Any]) -> list[Any] | None:
         """The batch's leaves, of the types of that call, on the mesh, if alive."""
         placed = []
-        for x, sharding in zip(batch, self.batch_shardings, strict=True):
+        for x, (sharding, is_scalar) in zip(batch, self.batch, strict=True):
             if isinstance(x, jax.Array) and x.is_deleted():
                 return None
-            if sharding is None or getattr(x, "sharding", None) == sharding:
+            if is_placed(x, sharding, is_scalar):
                 placed.append(x)
             else:
                 placed.append(jax.device_put(x, sharding))

@@ -385,8 +385,8 @@ class ShardedStep:
             run=self.programs.jitted(leaves, treedef, whole),
             kinds=kinds,
             padded=tuple(padded),
-            batch_shardings=tuple(
-                storage.named(leaf, s) if leaf.aval.shape else None
+            batch=tuple(
+                (storage.named(leaf, s), not leaf.aval.shape)
                 for leaf, s in zip(batch_leaves, split, strict=True)
             ),
             donates=self.programs.donate and not whole,

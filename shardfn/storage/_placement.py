@@ -296,7 +296,7 @@ class Storage:
     def place_batch(
         self, batch: Any, leaves: Sequence[Leaf], shardings: Sequence[Sharding]
     ) -> list[Any]:
-        """The batch's leaves on the mesh; scalars stay as they are."""
+        """The batch's leaves on the mesh; scalars stay if they may, see `is_placed`."""
         placed = []
         for x, leaf, sharding in zip(
             jax.tree.leaves(batch), leaves, shardings, strict=True
@@ -304,13 +304,20 @@ class Storage:
             _check_values(x, leaf, "batch")
             named = self.named(leaf, sharding)
             x = x.whole() if isinstance(x, StoredArray) else x
-            is_array = isinstance(x, jax.Array)
-            stays = compat.is_traced(x) or not leaf.aval.shape
-            if stays or (is_array and x.sharding == named):
+            is_scalar = not leaf.aval.shape
+            if compat.is_traced(x) or is_placed(x, named, is_scalar):
                 placed.append(x)
             else:
                 placed.append(jax.device_put(x, named))
         return placed
+
+
+def is_placed(x: Any, sharding: NamedSharding, is_scalar: bool) -> bool:
+    """Whether a jitted step takes a leaf of the batch as it is: an array on the mesh,
+    or a scalar or key not committed to devices, which costs less where it is."""
+    if not isinstance(x, jax.Array):
+        return is_scalar
+    return x.sharding == sharding or (is_scalar and not x.committed)
 
 
 class HasStorage(Protocol):

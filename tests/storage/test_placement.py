@@ -232,3 +232,24 @@ def test_each_device_holds_its_share(step) -> None:
         assert set(blocks) == {
             local_shape(leaf.aval.shape, sharding, step.storage.axes)
         }
+
+
+@pytest.mark.parametrize("count", [4, 8])
+def test_scalars_and_keys_of_the_batch_come_from_any_devices(count) -> None:
+    """Committed to one device, as a restored key is, or to those of another mesh; also
+    on a call that goes the short way."""
+
+    def step(w, x, key, lr):
+        return w - lr * jax.random.normal(key, w.shape), x.sum() * lr
+
+    mesh = jax.make_mesh((8,), ("data",))
+    there = jax.make_mesh((count,), ("data",), devices=jax.devices()[:count])
+    sharded = shardfn.fully_shard(step, mesh, min_size=0, donate=False)
+    w, x = jnp.ones((16, 8)), jnp.ones((8, 4))
+    key, lr = jax.random.key(0), jnp.float32(0.5)
+    plain = jax.jit(step)(w, x, key, lr)
+    one, all_ = jax.devices()[3], NamedSharding(there, P())
+    for place in (None, one, all_, one):
+        given = (key, lr) if place is None else jax.device_put((key, lr), place)
+        found = jax.device_get(sharded(w, x, *given))
+        jax.tree.map(np.testing.assert_allclose, found, jax.device_get(plain))
