@@ -12,7 +12,7 @@ import jax
 
 from shardfn._api.call_arguments import Named, by_position
 from shardfn._api.names_in_code import mentions
-from shardfn._api.planner import check_fallbacks, plan_traced
+from shardfn._api.planner import check_fallbacks, check_replicated, plan_traced
 from shardfn._core import compat
 from shardfn._core.errors import ShardingError, called, step_name
 from shardfn._core.leaf_options import Control
@@ -144,5 +144,6 @@ class PlainStep:
                     self.control,
                 )
             check_fallbacks(planned, self.strict)
+            check_replicated(planned)
             self.plans[key] = planned
         return self.plans[key]

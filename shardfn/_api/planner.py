@@ -11,9 +11,14 @@ from typing import Any
 import jax
 
 from shardfn._core import compat
-from shardfn._core.errors import ShardingError, UnsupportedPrimitiveWarning
+from shardfn._core.errors import (
+    ReplicatedComputeWarning,
+    ShardingError,
+    UnsupportedPrimitiveWarning,
+)
 from shardfn._core.leaf_options import NOTHING_ASKED, Control
 from shardfn._core.leaves import Leaf, leaf_name
+from shardfn._core.limits import REPLICATED_FLOPS, REPLICATED_SHARE
 from shardfn._core.program import aval_of
 from shardfn._core.sharding import Axes, Sharding, stored_shape
 from shardfn._lowering.interpreter import emit
@@ -28,6 +33,7 @@ from shardfn._trace.tied_transposes import fold_transposes
 from shardfn._trace.trace_step import Traced
 from shardfn.analysis._listing import make_plan
 from shardfn.analysis._program_hash import fingerprint_of
+from shardfn.analysis._replicated import work_of
 from shardfn.analysis.collective import Collective
 from shardfn.analysis.plan import Plan
 
@@ -125,6 +131,20 @@ def describe(planned: Planned, *, fingerprint: bool = True) -> Plan:
         planned.control,
         fingerprint_of(planned.program) if fingerprint else "",
     )
+
+
+def check_replicated(planned: Planned) -> None:
+    """Warns if most of a device's work is the same on every device."""
+    work = work_of(planned.program, planned.body, planned.axes)
+    if work.share > REPLICATED_SHARE and work.replicated >= REPLICATED_FLOPS:
+        warnings.warn(
+            f"{work.share:.0%} of a device's FLOPs are the same on every device: "
+            f"{work.replicated:.1e} per step, most of them\n  at {work.place}\n"
+            "Nothing in them is split. Pass what they work on as a batch, or split it "
+            "by shardfn.constrain, or accept the cost.",
+            ReplicatedComputeWarning,
+            stacklevel=2,
+        )
 
 
 def check_fallbacks(planned: Planned, strict: bool) -> None:

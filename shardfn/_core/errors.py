@@ -37,6 +37,10 @@ class UnsupportedPrimitiveWarning(UserWarning):
     """A primitive has no op sharding rule and runs on gathered operands."""
 
 
+class ReplicatedComputeWarning(UserWarning):
+    """Most of what a device computes is the same on every device."""
+
+
 class VerificationWarning(UserWarning):
     """A compiled step moves something else than its plan says."""
 

@@ -53,7 +53,7 @@ def count_flops(jaxpr: Any, repeated: bool = False) -> Flops:
     total = Flops()
     for eqn in jaxpr.eqns:
         again = repeated or "rematted_computation" in compat.name_stack(eqn)
-        own = _own(eqn)
+        own = flops_of(eqn)
         if own:
             total += Flops(own, Counter() if again else own)
             continue
@@ -70,7 +70,8 @@ def count_flops(jaxpr: Any, repeated: bool = False) -> Flops:
     return total
 
 
-def _own(eqn: JaxprEqn) -> Counter[str]:
+def flops_of(eqn: JaxprEqn) -> Counter[str]:
+    """FLOPs of one equation on whole operands, by their dtype."""
     name = eqn.primitive.name
     if name not in ("dot_general", "conv_general_dilated"):
         return Counter()

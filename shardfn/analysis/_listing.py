@@ -24,6 +24,7 @@ from shardfn._core.plan import (
 )
 from shardfn._core.program import Program
 from shardfn._core.sharding import Axes
+from shardfn.analysis._replicated import work_of
 from shardfn.analysis.collective import Collective
 from shardfn.analysis.plan import Plan
 
@@ -64,6 +65,7 @@ def make_plan(
         parameter_bytes=sum(parameters.values()),
         program=fingerprint,
         control=control,
+        work=work_of(program, body, axes),
     )
 
 

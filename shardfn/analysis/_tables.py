@@ -6,7 +6,9 @@ In: the lines of a plan, its mesh axes and options. Out: text that fits a termin
 from collections.abc import Sequence
 
 from shardfn._core.leaf_options import Control
+from shardfn._core.limits import REPLICATED_SHARE
 from shardfn._core.sharding import Axes
+from shardfn.analysis._replicated import Work
 from shardfn.analysis._text import join_columns, shape_text, size_text, subject
 from shardfn.analysis.collective import Collective
 
@@ -18,6 +20,7 @@ def table(
     axes: Axes,
     parameter_bytes: int,
     control: Control,
+    work: Work,
 ) -> str:
     """Rows of equal collectives are merged, their times added."""
     merged: dict[tuple[object, ...], list[Collective]] = {}
@@ -26,6 +29,8 @@ def table(
         merged.setdefault(key, []).append(line)
     rows = [_row(lines) for lines in merged.values()]
     totals = _totals(collectives, axes, parameter_bytes)
+    if work.share > REPLICATED_SHARE:
+        totals.append(f"  {work}")
     totals += str(control).splitlines()
     return "\n".join([join_columns(HEADER, rows, {5, 6}), "", *totals])
 

@@ -13,6 +13,7 @@ from shardfn._core.leaf_options import Control
 from shardfn._core.plan import BodyPlan
 from shardfn._core.sharding import Axes
 from shardfn.analysis._match import verify
+from shardfn.analysis._replicated import Work
 from shardfn.analysis._tables import table
 from shardfn.analysis.collective import Collective
 from shardfn.analysis.verification import Verification
@@ -29,6 +30,7 @@ class Plan:
       parameter_bytes: M, the bytes of the gathered parameters in their compute dtype.
       program: fingerprint of the traced step and of the arrays it captured.
       control: what was asked of the moves of state leaves.
+      work: the FLOPs of one device, and those of them that every device repeats.
     """
 
     axes: Axes
@@ -37,6 +39,7 @@ class Plan:
     parameter_bytes: int
     program: str
     control: Control = Control()
+    work: Work = Work()
 
     @property
     def wire_bytes(self) -> int:
@@ -84,4 +87,6 @@ class Plan:
         return verify(self.collectives, self.axes, text, platform)
 
     def __str__(self) -> str:
-        return table(self.collectives, self.axes, self.parameter_bytes, self.control)
+        return table(
+            self.collectives, self.axes, self.parameter_bytes, self.control, self.work
+        )
