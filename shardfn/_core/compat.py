@@ -122,7 +122,7 @@ def summed_dimensions(eqn: JaxprEqn) -> frozenset[int]:
 
 def _traced(eqn: JaxprEqn, fn: Callable[..., Any]) -> Any:
     """The jaxpr of `fn` on the operands of `eqn`."""
-    avals: list[Any] = [v.aval for v in eqn.invars]
+    avals = [abstract(v.aval) for v in eqn.invars]
     with as_user_code(eqn):
         return jax.make_jaxpr(fn)(*avals)
 
@@ -176,10 +176,12 @@ def bind_again(eqn: JaxprEqn, *args: Any) -> Sequence[Any]:
     return eqn.primitive.bind(*args, **params)
 
 
-def abstract(aval: Any) -> jax.ShapeDtypeStruct:
-    """What to trace on for an argument like `aval`."""
+def abstract(aval: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
+    """What to trace on for an argument like `aval`, perhaps typed by a sharding."""
     weak = getattr(aval, "weak_type", False)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak)
+    return jax.ShapeDtypeStruct(
+        aval.shape, aval.dtype, weak_type=weak, sharding=sharding
+    )
 
 
 def close_jaxpr(jaxpr: Any) -> Any:
@@ -432,6 +434,11 @@ def primitives(*names: str) -> tuple[Primitive, ...]:
 def beta_types_vary() -> bool:
     """Whether `lax.betainc` runs on values that vary over a manual mesh axis."""
     return jax.__version_info__ >= (0, 12)
+
+
+def lacks_mesh(error: ValueError) -> bool:
+    """Whether an operation that names mesh axes failed for want of a mesh."""
+    return "when you are not under a mesh context" in str(error)
 
 
 def has_types(mesh: Any) -> bool:

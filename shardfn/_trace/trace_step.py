@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import jax
 from jax.extend.core import jaxprs_in_params
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten_with_path
 
 from shardfn._core import compat
@@ -25,7 +26,7 @@ from shardfn._core.errors import (
     where_in,
 )
 from shardfn._core.leaves import Leaf, leaf_name, path_name
-from shardfn._core.sharding import Axes, Sharding
+from shardfn._core.sharding import Axes, Sharding, partition_spec
 from shardfn._trace.per_device import GlobalStep, as_global, reaches_axis, unbound_axis
 
 
@@ -82,9 +83,15 @@ def trace(
             f"{called()}"
             f'Turn it off: jax.config.update("{flags[0]}", False).'
         )
+    mesh = jax.sharding.get_abstract_mesh()
     try:
         with compat.at_top_level():
-            jaxpr, out = _jaxpr(step, states, batch, split, axes, names_axes, own)
+            try:
+                jaxpr, out = _jaxpr(step, states, batch, split, axes, names_axes, own)
+            except ValueError as error:
+                if not (compat.has_types(mesh) and compat.lacks_mesh(error)):
+                    raise
+                jaxpr, out = _typed_jaxpr(step, states, batch, split, axes, mesh)
     except jax.errors.UnexpectedTracerError as error:
         raise leaked_tracer() from error
     jaxpr = compat.without_refs(jaxpr)
@@ -104,6 +111,29 @@ def leaked_tracer() -> ShardingError:
         f"{called()}"
         "Return the value from the step, or pass it in as an argument."
     )
+
+
+def _typed_jaxpr(
+    step: GlobalStep,
+    states: tuple[Any, ...],
+    batch: tuple[Any, ...],
+    split: Sequence[Sharding],
+    axes: Axes,
+    mesh: jax.sharding.AbstractMesh,
+) -> tuple[Any, Any]:
+    """The jaxpr of a step that names shardings of the caller's mesh, which is set: with
+    types that say that the state is whole, and how the batch is split. Propagation
+    finds its own shardings; those in the types are a plain step's."""
+
+    def typed(aval: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        return compat.abstract(aval, NamedSharding(mesh, spec))
+
+    state = jax.tree.map(lambda x: typed(x, PartitionSpec()), states)
+    leaves, treedef = jax.tree.flatten(batch)
+    specs = [partition_spec(sharding, axes) for sharding in split]
+    rows = jax.tree.unflatten(treedef, map(typed, leaves, specs))
+    with jax.sharding.use_abstract_mesh(mesh):
+        return jax.make_jaxpr(step, return_shape=True)(state, rows)
 
 
 def _jaxpr(

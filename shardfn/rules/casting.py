@@ -68,6 +68,12 @@ def _sharding_constraint(eqn: JaxprEqn) -> OpShardingRule:
     return make_rule(eqn, rule.operands, rule.results, linear="each")
 
 
+@register_rule(*primitives("reshard"), local=lambda op, operand: [operand])
+def _reshard(eqn: JaxprEqn) -> OpShardingRule:
+    """`a b -> a b`: as `sharding_constraint`; our mesh axes have no types inside."""
+    return _sharding_constraint(eqn)
+
+
 @register_rule(*primitives("layout_constraint"))
 def _layout_constraint(eqn: JaxprEqn) -> OpShardingRule:
     """`a b -> a b`."""
