@@ -52,8 +52,7 @@ class Programs:
     def options(self) -> dict[str, Any]:
         """What the compiler is told."""
         devices = self.storage.given.devices.flat
-        ahead = self.storage.control.prefetches
-        return compiler_options(tuple(devices), self.asked, ahead)
+        return compiler_options(tuple(devices), self.asked)
 
     def jitted(
         self, leaves: tuple[Leaf, ...], treedef: Any, whole: bool = False

@@ -85,7 +85,6 @@ class Apply:
       parts: `(factor, mesh axis index)` for every factor that is split.
       bodies: plans of control flow bodies.
       fallback: whether it runs on gathered operands for want of a rule.
-      moved: bytes gathered for that.
       place: the user's source line, for the fallback's line in the plan.
       times: how often a body runs per run of this step (scan length), None if unknown.
       imports: versions that the body of a scan or remat imports: a scan slices them.

@@ -1,6 +1,6 @@
 """What the compiler of a platform is told, so that transfers run beside matmuls.
 
-In: a device, whether loops gather ahead, and what the user asked for or set elsewhere.
+In: a device, and what the user asked for or set elsewhere.
 Out: options for `jax.jit(compiler_options=)` that this compiler knows.
 """
 
@@ -39,7 +39,6 @@ class Option:
         compiler knows counts.
       settled_by: other flags and JAX settings that decide it. If the user gave one of
         them, or one of the names, this package leaves the option alone.
-      ahead: it is of use only if a loop gathers ahead.
       hosts: it is of use only if the mesh spans several hosts.
       kinds: the `device_kind`s that it is of use on; all of the platform if empty.
       most: devices beyond which it is left out; 0 if it never is.
@@ -48,7 +47,6 @@ class Option:
     platform: str
     spellings: Options
     settled_by: tuple[str, ...] = ()
-    ahead: bool = False
     hosts: bool = False
     kinds: tuple[str, ...] = ()
     most: int = 0
@@ -117,15 +115,12 @@ def check_options(asked: Any) -> Asked:
     )
 
 
-def compiler_options(
-    devices: Sequence[Any], asked: Asked, ahead: bool
-) -> dict[str, Any]:
+def compiler_options(devices: Sequence[Any], asked: Asked) -> dict[str, Any]:
     """The options that a step is compiled with.
 
     Args:
       devices: those of the mesh; they may be devices that are not there.
       asked: what the user said; see `fully_shard`.
-      ahead: whether a loop of the step gathers ahead.
 
     Returns:
       Names and values, all known to the compiler of these devices.
@@ -143,7 +138,6 @@ def compiler_options(
         option
         for option in OPTIONS
         if option.platform == platform
-        and (ahead or not option.ahead)
         and (processes.span(devices) > 1 or not option.hosts)
         and (not option.kinds or device.device_kind in option.kinds)
         and (not option.most or len(devices) <= option.most)

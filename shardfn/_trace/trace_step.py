@@ -37,14 +37,10 @@ class Traced:
     Attributes:
       jaxpr: closed jaxpr on logical global shapes.
       out_tree: structure of what the step returns.
-      out_paths: tree path of every output leaf that is not state.
-      state_count: how many leading outputs are leaves of the new state.
     """
 
     jaxpr: Any
     out_tree: Any
-    out_paths: tuple[str, ...]
-    state_count: int
 
 
 def trace(
@@ -97,10 +93,8 @@ def trace(
     jaxpr = compat.without_refs(jaxpr)
     _check_effects(jaxpr)
     _check_not_mapped(jaxpr)
-    count = _check_state(out, states, leaves)
-    flat, out_tree = tree_flatten_with_path(out)
-    paths = tuple(path_name(path) for path, _ in flat[count:])
-    return Traced(jaxpr, out_tree, paths, count)
+    _check_state(out, states, leaves)
+    return Traced(jaxpr, jax.tree.structure(out))
 
 
 def leaked_tracer() -> ShardingError:
@@ -233,8 +227,8 @@ def _place_of_effect(jaxpr: Any) -> str:
     return UNKNOWN
 
 
-def _check_state(out: Any, states: Sequence[Any], leaves: Sequence[Leaf]) -> int:
-    """The number of leaves of the new state; raises if it is not like the old one."""
+def _check_state(out: Any, states: Sequence[Any], leaves: Sequence[Leaf]) -> None:
+    """Raises if the new state is not like the old one."""
     number = len(states)
     if not isinstance(out, (tuple, list)) or len(out) < number:
         _no_state(out, states, leaves)
@@ -267,7 +261,6 @@ def _check_state(out: Any, states: Sequence[Any], leaves: Sequence[Leaf]) -> int
                 "A sharded state keeps its shapes and dtypes: cast or reshape the new "
                 "value back, or start with the type that the step returns."
             )
-    return len(new_flat)
 
 
 def _no_state(out: Any, states: Sequence[Any], leaves: Sequence[Leaf]) -> NoReturn:

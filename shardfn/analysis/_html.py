@@ -199,10 +199,14 @@ def _memory(report: Figures) -> dict[str, Any]:
         "highest": highest,
         "live": _thinned(live, report.step_seconds),
         "text": (
-            f"State and batch take {size_text(memory.arguments)} throughout. On top of "
-            "them, what is alive between the operations of the schedule, at most "
-            f"{size_text(highest)}; the compiler's own allocation comes to "
-            f"{size_text(memory.temporary)}."
+            f"The step takes {size_text(memory.peak)} on each device: that is the "
+            "compiler's own allocation, the dashed line. State and batch take "
+            f"{size_text(memory.arguments)} of it throughout. The curve shows when the "
+            "rest is needed, from the order of the operations alone: every result "
+            "counts from where it is made to where it is last read, at most "
+            f"{size_text(highest)}. It can be above the line, as the compiler writes "
+            "results over operands that nothing else reads and gives what it updates in "
+            "place one buffer."
         ),
     }
 

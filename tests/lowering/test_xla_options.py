@@ -56,35 +56,31 @@ NEW, OLD = ("xla_new", "ON"), ("xla_old", True)
 TABLE = (
     Option("gpu", (NEW, OLD)),
     Option("gpu", (("xla_far", 2),), settled_by=("optimization_level",), hosts=True),
-    Option("gpu", (("xla_ahead", 3),), ahead=True),
     Option("tpu", (("xla_tpu", "true"),)),
     Option("tpu", (("xla_sc", "1"),), settled_by=("xla_fuse",), kinds=("TPU v5",)),
 )
 
 
 @pytest.mark.parametrize(
-    "known, hosts, ahead, expected",
+    "known, hosts, expected",
     [
-        (("xla_new", "xla_old", "xla_far"), 1, False, {"xla_new": "ON"}),
-        (("xla_new", "xla_far"), 2, False, {"xla_new": "ON", "xla_far": 2}),
-        (("xla_old", "xla_ahead"), 2, True, {"xla_old": True, "xla_ahead": 3}),
-        (("xla_ahead",), 2, False, {}),
-        ((), 2, True, {}),
+        (("xla_new", "xla_old", "xla_far"), 1, {"xla_new": "ON"}),
+        (("xla_new", "xla_far"), 2, {"xla_new": "ON", "xla_far": 2}),
+        (("xla_old", "xla_far"), 1, {"xla_old": True}),
+        ((), 2, {}),
     ],
 )
-def test_the_first_spelling_that_the_compiler_knows(
-    compiler, known, hosts, ahead, expected
-):
-    values = {"xla_new": "ON", "xla_old": True, "xla_far": 2, "xla_ahead": 3}
+def test_the_first_spelling_that_the_compiler_knows(compiler, known, hosts, expected):
+    values = {"xla_new": "ON", "xla_old": True, "xla_far": 2}
     compiler({name: values[name] for name in known}, TABLE)
-    assert compiler_options(machines(hosts), None, ahead) == expected
+    assert compiler_options(machines(hosts), None) == expected
 
 
 def test_options_of_some_kinds_of_tpu(compiler):
     compiler({"xla_tpu": "true", "xla_sc": "1", "xla_fuse": "true"}, TABLE)
 
     def options(kind: str, **asked: str):
-        return compiler_options(machines(kind=kind), asked, ahead=False)
+        return compiler_options(machines(kind=kind), asked)
 
     assert options("TPU v5") == {"xla_tpu": "true", "xla_sc": "1"}
     assert options("TPU v5 lite") == {"xla_tpu": "true"}
@@ -95,8 +91,8 @@ def test_options_of_some_kinds_of_tpu(compiler):
 def test_options_of_no_more_than_so_many_devices(compiler):
     option = Option("tpu", (("wide", "true"),), most=2)
     compiler({"wide": "true"}, (option,))
-    assert compiler_options(machines(2, "TPU v5p"), None, False) == {"wide": "true"}
-    assert compiler_options(machines(3, "TPU v5p"), None, False) == {}
+    assert compiler_options(machines(2, "TPU v5p"), None) == {"wide": "true"}
+    assert compiler_options(machines(3, "TPU v5p"), None) == {}
 
 
 def test_the_user_comes_first(compiler, monkeypatch, tmp_path):
@@ -104,7 +100,7 @@ def test_the_user_comes_first(compiler, monkeypatch, tmp_path):
     ours = {"xla_new": "ON", "xla_far": 2}
 
     def options(asked=None):
-        return compiler_options(machines(), asked, ahead=False)
+        return compiler_options(machines(), asked)
 
     assert options() == ours
     assert options({"mine": 1}) == {**ours, "mine": 1}
@@ -136,7 +132,7 @@ def test_settings_of_jax_settle_options(compiler):
     jax.config.update("jax_optimization_level", "O1")
     try:
         assert set_elsewhere() == {"optimization_level"}
-        assert compiler_options(machines(), None, ahead=False) == {"xla_new": "ON"}
+        assert compiler_options(machines(), None) == {"xla_new": "ON"}
     finally:
         jax.config.update("jax_optimization_level", before)
 
