@@ -29,6 +29,7 @@ from shardfn._schedule.pipeline import schedule
 from shardfn._schedule.widen_reductions import widen
 from shardfn._trace.jaxpr_to_program import make_program
 from shardfn._trace.leaf_names import name_leaves
+from shardfn._trace.passes import argument
 from shardfn._trace.tied_transposes import fold_transposes
 from shardfn._trace.trace_step import Traced
 from shardfn.analysis._listing import make_plan
@@ -64,7 +65,14 @@ def plan_traced(
     names = [leaf_name(leaf.path) for leaf in state]
     control.check(names)
     asked, control = control, control.on(axes.names[-1], axes.sizes[-1])
-    program = make_program(traced.jaxpr)
+    shapes = [aval.shape for aval in traced.jaxpr.in_avals]
+    arguments = [
+        argument(shape, sharding, is_state=i < len(stored))
+        for i, (shape, sharding) in enumerate(
+            zip(shapes, (*stored, *batch), strict=True)
+        )
+    ]
+    program = make_program(traced.jaxpr, arguments)
     program = name_leaves(
         program,
         [*names, *[""] * (len(program.inputs) - len(names))],
@@ -130,6 +138,7 @@ def describe(planned: Planned, *, fingerprint: bool = True) -> Plan:
         planned.axes,
         planned.control,
         fingerprint_of(planned.program) if fingerprint else "",
+        planned.state,
     )
 
 

@@ -19,6 +19,7 @@ from jax._src import core as _core
 from jax._src import distributed as _distributed
 from jax._src import dtypes as _dtypes
 from jax._src import pmap as _private_pmap
+from jax._src import source_info_util as _source_info
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import partial_eval as _private_partial_eval
@@ -336,9 +337,33 @@ def with_line_of(eqn: JaxprEqn, call: JaxprEqn) -> JaxprEqn:
     return eqn.replace(source_info=eqn.source_info.replace(traceback=traceback))
 
 
-def name_stack(eqn: JaxprEqn) -> str:
-    """The name scopes and transforms that an equation was made under."""
-    return str(eqn.source_info.name_stack)
+FORWARD, BACKWARD = "forward", "backward"
+
+
+def derivatives(eqn: JaxprEqn) -> tuple[str, ...]:
+    """Of the gradients that an equation was made for, from the outside, whether it is
+    in their forward or backward pass.
+
+    JAX notes transforms and the user's name scopes in frames of different types. The
+    transpose of an equation has the frame of its `jvp`, too. `jax.jvp` alone is noted
+    as the forward pass of a gradient is.
+    """
+    frames = eqn.source_info.name_stack.stack
+    names = [f.name for f in frames if isinstance(f, _source_info.Transform)]
+    made_by = [name for name in names if name in ("jvp", "transpose")]
+    out: list[str] = []
+    for before, name in zip(["", *made_by], made_by, strict=False):
+        if name == "transpose":
+            out.append(BACKWARD)
+        elif before != "transpose":
+            out.append(FORWARD)
+    return tuple(out)
+
+
+def is_repeated(eqn: JaxprEqn) -> bool:
+    """Whether rematerialization repeats an equation that the forward pass has run."""
+    frames = eqn.source_info.name_stack.stack
+    return _source_info.Scope("rematted_computation") in frames
 
 
 def as_user_code(eqn: JaxprEqn) -> Any:

@@ -55,15 +55,16 @@ class Control:
     choices: tuple[tuple[str, Choices], ...] = ()
     place: str = field(default="", compare=False)
     # By path.
-    known: dict[str, LeafControl] = field(
+    known: dict[tuple[str, ...], LeafControl] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
-    def of(self, leaf: str) -> LeafControl:
-        """What is asked of the leaf at a path; "" for a value of no single leaf."""
-        if leaf not in self.known:
-            self.known[leaf] = _of(self, leaf)
-        return self.known[leaf]
+    def of(self, *leaves: str) -> LeafControl:
+        """What is asked of a value of these leaves: what is asked of all of them, where
+        they differ the default; of no leaf what is asked of every one."""
+        if leaves not in self.known:
+            self.known[leaves] = _agreed([_of(self, leaf) for leaf in leaves or ("",)])
+        return self.known[leaves]
 
     @property
     def has_per_device_state(self) -> bool:
@@ -202,6 +203,14 @@ def make_control(**options: Any) -> Control:
     if options:
         raise TypeError(f"unknown options {sorted(options)}")
     return Control(tuple(found), call_site() if found else "")
+
+
+def _agreed(asked: Sequence[LeafControl]) -> LeafControl:
+    """What all of these ask for, and the default where they differ."""
+    names = [option.name for option in fields(LeafControl)]
+    values = {name: [getattr(each, name) for each in asked] for name in names}
+    same = {k: v[0] for k, v in values.items() if all(x == v[0] for x in v)}
+    return LeafControl(**same)
 
 
 def _of(control: Control, leaf: str) -> LeafControl:

@@ -3,6 +3,7 @@
 In: tree paths. Out: `Leaf`, and the names that people read.
 """
 
+import os.path
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,11 @@ import jax
 from jax.tree_util import keystr
 
 from shardfn._core.automatic_axes import AutoSplit
+
+Names = tuple[str, ...]
+"""Names of the state leaves that a value belongs to: several if it joins them."""
+
+NO_LEAF: Names = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,3 +46,29 @@ def leaf_name(path: Sequence[Any]) -> str:
 def path_name(path: Sequence[Any]) -> str:
     """A tree path as people write it: `params/layers/kernel`."""
     return keystr(tuple(path), simple=True, separator="/")
+
+
+SHOWN = 4
+"""Names that are written out of those of a value that joins several leaves."""
+
+
+def names_text(names: Sequence[str]) -> str:
+    """`layers/{0, 1}/w` for two leaves, `layers/*/w` for many that differ in one place,
+    "" for none."""
+    paths = [name.split("/") for name in dict.fromkeys(names)]
+    if len(paths) < 2:
+        return "/".join(*paths) if paths else ""
+    if len({len(path) for path in paths}) == 1:
+        parts = [list(dict.fromkeys(part)) for part in zip(*paths, strict=True)]
+        if sum(len(part) > 1 for part in parts) == 1:
+            return "/".join("*" if len(p) > SHOWN else _choice(p) for p in parts)
+    start = os.path.commonprefix([path[:-1] for path in paths])
+    return "/".join([*start, _choice(["/".join(p[len(start) :]) for p in paths])])
+
+
+def _choice(parts: Sequence[str]) -> str:
+    """`{a, b}`, or the one part there is."""
+    shown = list(parts[:SHOWN])
+    if len(parts) > SHOWN:
+        shown.append(f"{len(parts) - SHOWN} more")
+    return "{" + ", ".join(shown) + "}" if len(shown) > 1 else shown[0]

@@ -1,45 +1,42 @@
-"""In which phase of a training step each node runs: forward, backward or update.
+"""The passes of a training step: forward, backward and update of each gradient.
 
-In: a program and the phase it starts in. Out: one phase per node.
+In: nothing. Out: `Pass`, which nodes, moves and lines of a plan carry;
+`_trace.mark_passes` says which node runs in which.
 """
 
-from shardfn._core.program import Node, Program
+from dataclasses import dataclass
 
-FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
+from shardfn._core.compat import BACKWARD, FORWARD
 
-
-def node_phases(program: Program, start: str) -> list[str]:
-    """The phase of every node: forward up to the first backward one, update after
-    it."""
-    seen = start != FORWARD
-    phases = []
-    for node in program.nodes:
-        if node.backward:
-            seen = True
-            phases.append(BACKWARD)
-        else:
-            phases.append(UPDATE if seen else FORWARD)
-            seen = seen or holds_backward(node)
-    return phases
+UPDATE = "update"
 
 
-def last_phase(node: Node, phase: str) -> str:
-    """The phase that a node which starts in `phase` ends in."""
-    return BACKWARD if holds_backward(node) else phase
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One pass of a step.
+
+    Attributes:
+      phase: forward or backward, of the outermost gradient that it is part of; update
+        is what is done with gradients.
+      gradient: which gradient of the step, counted in the order of the trace.
+      inner: whether it is the forward or the backward pass of gradients inside that
+        one, as a penalty on a gradient or an inner step of MAML has; forward ones at
+        the end are left out.
+    """
+
+    phase: str = FORWARD
+    gradient: int = 0
+    inner: tuple[str, ...] = ()
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether it is the backward pass of some gradient."""
+        return self.phase == BACKWARD or BACKWARD in self.inner
+
+    @property
+    def is_forward(self) -> bool:
+        """Whether it is a forward pass, and no backward pass inside one."""
+        return self.phase == FORWARD and not self.is_backward
 
 
-def holds_backward(node: Node) -> bool:
-    """Whether a body of the node has a backward pass of its own."""
-    return any(
-        inner.backward or holds_backward(inner)
-        for body in node.bodies
-        for inner in body.nodes
-    )
-
-
-def mixes_passes(program: Program) -> bool:
-    """Whether a program holds both a forward and a backward pass, as a microbatch
-    does."""
-    kinds = {node.backward for node in program.nodes}
-    nested = any(mixes_passes(b) for node in program.nodes for b in node.bodies)
-    return len(kinds) > 1 or nested
+__all__ = ["BACKWARD", "FORWARD", "UPDATE", "Pass"]

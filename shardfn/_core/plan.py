@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from shardfn._core.automatic_axes import AutoSplit, part_shape
 from shardfn._core.moves import AllGather, Move, moves_of
+from shardfn._core.phases import Pass
 from shardfn._core.sharding import Axes, Sharding, Split
 
 
@@ -34,8 +35,9 @@ class Reshard:
       shape: global shape of the value.
       dtype: name of the dtype on the wire, such as "bfloat16"; usually the value's own.
       itemsize: bytes per element.
-      phase: forward, backward or update.
+      during: the pass that it is part of.
       stored: whether this gathers a value of the stored state.
+      gradient: whether it moves what a backward pass makes, or a linear function of it.
       after: the move waits for this version to exist, so that the compiler cannot merge
         it with an earlier gather of the same value.
       auto: how automatic mesh axes split the value, which moves part by part.
@@ -49,11 +51,17 @@ class Reshard:
     shape: tuple[int, ...]
     dtype: str
     itemsize: int
-    phase: str
+    during: Pass
     stored: bool = False
+    gradient: bool = False
     after: Ref | None = None
     auto: AutoSplit = ()
     together: Ref | None = None
+
+    @property
+    def phase(self) -> str:
+        """Forward, backward or update."""
+        return self.during.phase
 
     @property
     def part_shape(self) -> tuple[int, ...]:

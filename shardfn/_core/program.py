@@ -4,13 +4,17 @@ In: nothing. Out: `Program`, with numbered values, one `Node` per equation, and 
 in the nodes of control flow; `_trace.jaxpr_to_program` makes it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from jax.extend.core import JaxprEqn, Literal
 
+from shardfn._core.leaves import NO_LEAF, Names
 from shardfn._core.op_sharding_rule import OpShardingRule
+from shardfn._core.phases import BACKWARD, Pass
+
+T = TypeVar("T")
 
 Atom = int | Literal
 """A value of the program, or a literal."""
@@ -26,7 +30,8 @@ class Node:
       eqn: the equation as traced.
       inputs: value numbers or literals.
       outputs: value numbers.
-      backward: True in the backward pass of autodiff.
+      derivatives: of the gradients that JAX made it for inside of this program, from
+        the outside, whether it is in their forward or backward pass.
       kind: "op", "barrier" (operands pass through unchanged, tied together),
         "constrain" (the operand does, its sharding given by the user), or the control
         flow: "scan", "while", "cond", "remat", "custom" (a function with a
@@ -37,18 +42,27 @@ class Node:
       kinds: per operand VALUE, ZERO (known to be zero) or LITERAL (another one).
       looks: see `equation_key`; the same object for equations that look the same.
       counts: scan: (constants, carries); while: (condition constants, body constants).
+      during: in which pass of the step it runs; `_trace.mark_passes` fills it in.
+      microbatches: whether it is a scan over microbatches, each with rows to split.
     """
 
     eqn: JaxprEqn
     inputs: tuple[Atom, ...]
     outputs: tuple[int, ...]
-    backward: bool
+    derivatives: tuple[str, ...] = ()
     kind: str = "op"
     bodies: "tuple[Program, ...]" = ()
     counts: tuple[int, int] = (0, 0)
     rule: OpShardingRule | None = None
     kinds: tuple[str, ...] = ()
     looks: tuple[Any, ...] = ()
+    during: Pass = Pass()
+    microbatches: bool = False
+
+    @property
+    def backward(self) -> bool:
+        """Whether it is in the backward pass of a gradient."""
+        return self.during.is_backward
 
     @property
     def is_unrolled(self) -> bool:
@@ -67,7 +81,7 @@ class Program:
       constants: values that are arrays captured by the traced function.
       nodes: equations in order.
       outputs: what the program returns.
-      leaves: per value, the path of the state leaf that it belongs to, or ""; empty if
+      leaves: per value, the names of the state leaves that it belongs to; empty if
         values have no names. See `leaf_names`.
     """
 
@@ -76,15 +90,56 @@ class Program:
     constants: tuple[tuple[int, Any], ...]
     nodes: tuple[Node, ...]
     outputs: tuple[Atom, ...]
-    leaves: tuple[str, ...] = ()
+    leaves: tuple[Names, ...] = ()
 
-    def leaf(self, value: int) -> str:
-        """The path of the state leaf that a value belongs to, or ""."""
-        return self.leaves[value] if self.leaves else ""
+    def leaf(self, value: int) -> Names:
+        """The names of the state leaves that a value belongs to."""
+        return self.leaves[value] if self.leaves else NO_LEAF
+
+
+def number_of(atom: Atom) -> int:
+    """The number of a value; one that no value has for a literal."""
+    return atom if isinstance(atom, int) else -1
 
 
 def aval_of(program: Program, atom: Atom) -> Any:
     return program.avals[atom] if isinstance(atom, int) else atom.aval
+
+
+def entering_body(node: Node, body: int, operands: Sequence[T]) -> Sequence[T]:
+    """What of the operands of a control-flow node enters one of its bodies."""
+    if node.kind == "cond":
+        return operands[1:]
+    if node.kind != "while":
+        return operands
+    tests, consts = node.counts
+    first = operands[tests : tests + consts] if body else operands[:tests]
+    return [*first, *operands[tests + consts :]]
+
+
+def last_pass(node: Node) -> Pass:
+    """The pass that a node ends in: the backward pass of a whole gradient inside."""
+    if node.during.phase == BACKWARD:
+        return node.during
+    return max(_backward(node), key=lambda p: p.gradient, default=node.during)
+
+
+def _backward(node: Node) -> Iterator[Pass]:
+    """The backward passes of the gradients that lie in the bodies of a node."""
+    for body in node.bodies:
+        for inner in body.nodes:
+            if inner.during.phase == BACKWARD:
+                yield inner.during
+            else:
+                yield from _backward(inner)
+
+
+def mixes_passes(program: Program) -> bool:
+    """Whether a program holds both a forward and a backward pass, as a microbatch
+    does."""
+    kinds = {node.backward for node in program.nodes}
+    nested = any(mixes_passes(b) for node in program.nodes for b in node.bodies)
+    return len(kinds) > 1 or nested
 
 
 def live(

@@ -52,7 +52,9 @@ def row_loop(
     terms: Sharding = tuple(Unreduced() if n > 1 else None for n in axes.sizes)
     scanned = zip(avals[start:], states[start:], strict=True)
     split = [aval.shape for aval, state in scanned if state == rows]
-    if rows == axes.replicated or not split or _microbatches(split, axes):
+    if rows == axes.replicated or not split:
+        return None
+    if node.microbatches and _can_split_inside(split, axes):
         return None
     carried = list(zip(body.inputs[n_consts:start], body.outputs, strict=False))
     kept = [value == output for value, output in carried]
@@ -69,11 +71,9 @@ def row_loop(
     )
 
 
-def _microbatches(shapes: Sequence[tuple[int, ...]], axes: Axes) -> bool:
-    """Whether what is scanned looks like microbatches: all have the same number of
-    rows in each iteration, and the devices divide it."""
-    sizes = {shape[1] if len(shape) > 1 else 1 for shape in shapes}
-    return len(sizes) == 1 and not sizes.pop() % axes.devices
+def _can_split_inside(shapes: Sequence[tuple[int, ...]], axes: Axes) -> bool:
+    """Whether the devices divide the rows of a microbatch."""
+    return all(shape[1] % axes.devices == 0 for shape in shapes if len(shape) > 1)
 
 
 def _adds_up(body: Program, value: int, output: Atom) -> bool:

@@ -45,7 +45,6 @@ class Solve(Protocol):
         required: Sequence[Sharding | None],
         wants: Sequence[Wants],
         keep: Sequence[bool],
-        phase: str,
     ) -> Solved: ...
 
 
@@ -63,7 +62,6 @@ class FlowSite:
       keep: per result, whether it may stay unreduced.
       axes: the mesh axes.
       small: values with fewer elements may stay unreduced across iterations.
-      phase: the phase that the node runs in.
       solve: solves a body.
       control: which sums of loops to leave unreduced until after them.
     """
@@ -77,7 +75,6 @@ class FlowSite:
     keep: Sequence[bool]
     axes: Axes
     small: int
-    phase: str
     solve: Solve
     control: Control
 
@@ -112,7 +109,6 @@ class FlowSite:
             [None] * len(self.wants),
             self.wants,
             self.keep,
-            self.phase,
         )
         out = solved.plan.output_shardings
         return Decision(operands, out, out, (), (solved.plan,), solved.wants)
@@ -145,7 +141,6 @@ class FlowSite:
                 (*fixed, *[None] * n_ys),
                 (*carried, *wants[n_carry:]),
                 (*(True for _ in range(n_carry)), *keep_ys),
-                self.phase,
             )
 
         carry = self.carries(
@@ -169,7 +164,6 @@ class FlowSite:
             (whole,) * len(body.outputs),
             (self.no_wants,) * len(body.outputs),
             (False,) * len(body.outputs),
-            self.phase,
         )
         wants = tuple(
             tuple(frozenset(() if isinstance(s, Unreduced) else (s,)) for s in operand)
@@ -211,7 +205,6 @@ class FlowSite:
                 tuple(fixed),
                 tuple(union(w, c) for w, c in zip(self.wants, carry, strict=True)),
                 (False,) * len(carry),
-                self.phase,
             )
 
         carry = self.carries(
@@ -228,7 +221,6 @@ class FlowSite:
             (self.axes.replicated,),
             nothing[:1],
             (False,),
-            self.phase,
         )
         wants = (*tested.wants[:n_test], *solved.wants)
         plans = (tested.plan, solved.plan)
@@ -262,9 +254,7 @@ class FlowSite:
 
         def solve(required: Sequence[Sharding | None]) -> list[Solved]:
             return [
-                self.solve(
-                    body, operands, required, self.wants, (False,) * count, self.phase
-                )
+                self.solve(body, operands, required, self.wants, (False,) * count)
                 for body in self.node.bodies
             ]
 

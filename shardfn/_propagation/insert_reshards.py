@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from shardfn._core.errors import where
-from shardfn._core.phases import last_phase
+from shardfn._core.phases import UPDATE, Pass
 from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step
-from shardfn._core.program import Atom, Node, Program
+from shardfn._core.program import Atom, Node, Program, last_pass, number_of
 from shardfn._core.resharding import reshard_path
 from shardfn._core.sharding import Axes, Sharding, Split
 from shardfn._core.sizes import itemsize
@@ -23,7 +23,6 @@ def plan_steps(
     decisions: Sequence[Decision],
     env: dict[int, Sharding],
     outputs: Sequence[Sharding],
-    phases: Sequence[str],
     axes: Axes,
 ) -> BodyPlan:
     """Writes out the steps of one program.
@@ -34,7 +33,6 @@ def plan_steps(
       decisions: one per node.
       env: sharding of every value, as settled.
       outputs: shardings to return.
-      phases: one per node.
       axes: the mesh axes.
 
     Returns:
@@ -44,10 +42,10 @@ def plan_steps(
     for index, (node, decision) in enumerate(
         zip(program.nodes, decisions, strict=True)
     ):
-        writer.node(index, node, decision, phases[index])
-    last = phases[-1] if phases else "forward"
+        writer.node(index, node, decision)
+    end = _end(program)
     returned = tuple(
-        writer.version(atom, sharding, last)
+        writer.version(atom, sharding, end)
         for atom, sharding in zip(program.outputs, outputs, strict=True)
     )
     return BodyPlan(tuple(inputs), tuple(writer.steps), returned, tuple(outputs))
@@ -61,10 +59,12 @@ class _Writer:
     steps: list[Step] = field(default_factory=list)
     current: dict[int, Ref] = field(default_factory=dict)
     versions: dict[int, int] = field(default_factory=dict)
+    # What backward passes make, and linear functions of it.
+    gradients: set[int] = field(default_factory=set)
 
-    def node(self, index: int, node: Node, decision: Decision, phase: str) -> None:
+    def node(self, index: int, node: Node, decision: Decision) -> None:
         operands = tuple(
-            self.version(atom, sharding, phase)
+            self.version(atom, sharding, node.during)
             for atom, sharding in zip(node.inputs, decision.operands, strict=True)
         )
         self.steps.append(
@@ -81,15 +81,25 @@ class _Writer:
                 times=_times(node),
             )
         )
+        if self.is_gradient(node):
+            self.gradients.update(node.outputs)
         for value, made, settled in zip(
             node.outputs, decision.made, decision.settled, strict=True
         ):
             if not same_blocks(made, settled):
                 self.current[value] = self.move(
-                    Ref(value), made, settled, last_phase(node, phase), stored=False
+                    Ref(value), made, settled, last_pass(node), stored=False
                 )
 
-    def version(self, atom: Atom, sharding: Sharding, phase: str) -> Ref | None:
+    def is_gradient(self, node: Node) -> bool:
+        """Whether a node makes gradients, or something linear in them."""
+        if last_pass(node).is_backward:
+            return True
+        given = {i for i, a in enumerate(node.inputs) if number_of(a) in self.gradients}
+        linear = node.rule.linear if node.rule is not None else ()
+        return bool(given) and any(given <= group for group in linear)
+
+    def version(self, atom: Atom, sharding: Sharding, during: Pass) -> Ref | None:
         """A version of `atom` in `sharding`, moved here if it has to be."""
         if not isinstance(atom, int):
             return None
@@ -98,10 +108,10 @@ class _Writer:
         if same_blocks(now, sharding):
             return ref
         stored = any(isinstance(s, Split) and s.stored for s in now)
-        return self.move(ref, now, sharding, phase, stored)
+        return self.move(ref, now, sharding, during, stored)
 
     def move(
-        self, source: Ref, start: Sharding, end: Sharding, phase: str, stored: bool
+        self, source: Ref, start: Sharding, end: Sharding, during: Pass, stored: bool
     ) -> Ref:
         aval = self.program.avals[source.value]
         number = self.versions.get(source.value, 0) + 1
@@ -118,11 +128,19 @@ class _Writer:
                 shape=tuple(aval.shape),
                 dtype=str(aval.dtype),
                 itemsize=itemsize(aval),
-                phase=phase,
+                during=during,
                 stored=stored,
+                gradient=source.value in self.gradients,
             )
         )
         return result
+
+
+def _end(program: Program) -> Pass:
+    """The pass in which a program returns: the update, if it makes one."""
+    passes = [last_pass(node) for node in program.nodes[-1:]]
+    passes += [n.during for n in program.nodes if n.during.phase == UPDATE]
+    return passes[-1] if passes else Pass()
 
 
 def without_origin(sharding: Sharding) -> Sharding:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardfn._core.leaf_options import Control
+from shardfn._core.leaves import NO_LEAF, Names
 from shardfn._core.limits import LOOP_BYTES
 from shardfn._core.plan import BodyPlan, Reshard
 from shardfn._core.program import Program
@@ -93,7 +94,7 @@ class Carries:
             if all(s is None for s in on_axis(state, self.axes.stored, None))
             and (k in into or any(isinstance(s, Unreduced) for s in made))
         ]
-        asked = {k: self.control.of(self.leaf(k)).accumulate for k in found}
+        asked = {k: self.control.of(*self.leaf(k)).accumulate for k in found}
         size = sum(nbytes(self.avals[k]) for k in found if asked[k] == "auto")
         trial = list(carry)
         for k in found:
@@ -104,10 +105,10 @@ class Carries:
         made = self.solve(trial).output_shardings
         return {k: trial[k] for k in found if made[k] == trial[k] != carry[k]}
 
-    def leaf(self, k: int) -> str:
-        """The state leaf that carry `k` belongs to, or ""."""
+    def leaf(self, k: int) -> Names:
+        """The names of the state leaves that carry `k` belongs to."""
         atom = self.body.outputs[k]
-        return self.body.leaf(atom) if isinstance(atom, int) else ""
+        return self.body.leaf(atom) if isinstance(atom, int) else NO_LEAF
 
     def terms(self, k: int, initial: Sharding, whole: bool) -> Sharding:
         """Carry `k` unreduced along every mesh axis if `whole`, else along all but the

@@ -13,7 +13,6 @@ from typing import Any
 from shardfn._core.constraint import constrained, wanted
 from shardfn._core.leaf_options import NOTHING_ASKED, Control
 from shardfn._core.op_sharding_rule import OpShardingRule
-from shardfn._core.phases import FORWARD, node_phases
 from shardfn._core.plan import BodyPlan
 from shardfn._core.program import Atom, Node, Program, aval_of
 from shardfn._core.sharding import Axes, Sharding, Split
@@ -55,7 +54,6 @@ class Solver:
         required: Sequence[Sharding | None],
         wants: Sequence[Wants],
         keep: Sequence[bool],
-        phase: str,
     ) -> Solved:
         """Plans one program.
 
@@ -65,7 +63,6 @@ class Solver:
           required: shardings that its outputs must have; None for any.
           wants: what the consumers of its outputs would take.
           keep: whether an output may stay unreduced.
-          phase: the phase that it starts in.
 
         Returns:
           The plan, and what the program wants its arguments in.
@@ -76,7 +73,6 @@ class Solver:
             tuple(required),
             tuple(wants),
             tuple(keep),
-            phase,
         )
         if key not in self.memo:
             self.memo[key] = _Body(
@@ -86,7 +82,6 @@ class Solver:
                 required,
                 wants,
                 keep,
-                node_phases(program, phase),
             ).solve()
         return self.memo[key]
 
@@ -101,7 +96,6 @@ class _Body:
     required: Sequence[Sharding | None]
     out_wants: Sequence[Wants]
     keep: Sequence[bool]
-    phases: Sequence[str]
     env: dict[int, Sharding] = field(default_factory=dict)
     decisions: list[Decision] = field(default_factory=list)
 
@@ -126,7 +120,6 @@ class _Body:
             self.decisions,
             self.env,
             [self.output(j, reviewed) for j in range(len(self.required))],
-            self.phases,
             self.solver.axes,
         )
         wants = reviewed.wants
@@ -166,8 +159,8 @@ class _Body:
 
     def first(self, reviewed: Reviewed) -> None:
         """Decides every node in order; also the sharding of every value."""
-        for node, phase in zip(self.program.nodes, self.phases, strict=True):
-            decision = self.decide(node, reviewed, phase)
+        for node in self.program.nodes:
+            decision = self.decide(node, reviewed)
             self.decisions.append(decision)
             self.env.update(zip(node.outputs, decision.settled, strict=True))
 
@@ -179,14 +172,14 @@ class _Body:
             same = node.kind == "op" and news.isdisjoint(node.outputs)
             if same and not any(isinstance(a, int) and a in moved for a in node.inputs):
                 continue
-            decision = self.decide(node, reviewed, self.phases[index])
+            decision = self.decide(node, reviewed)
             self.decisions[index] = decision
             for value, state in zip(node.outputs, decision.settled, strict=True):
                 if self.env[value] != state:
                     self.env[value] = state
                     moved.add(value)
 
-    def decide(self, node: Node, reviewed: Reviewed, phase: str) -> Decision:
+    def decide(self, node: Node, reviewed: Reviewed) -> Decision:
         states = tuple(map(self.state, node.inputs))
         nothing, axes = self.nothing, self.solver.axes
         wants = tuple(reviewed.wants.get(v, nothing) for v in node.outputs)
@@ -205,7 +198,7 @@ class _Body:
         if node.kind == "op":
             decision = self.fallback(node, states)
         else:
-            decision = self.flow(node, states, wants, reviewed, phase)
+            decision = self.flow(node, states, wants, reviewed)
         return settled(
             node, decision, states, self.result_avals(node), wants, now, axes
         )
@@ -245,7 +238,6 @@ class _Body:
         states: tuple[Sharding, ...],
         wants: tuple[Wants, ...],
         reviewed: Reviewed,
-        phase: str,
     ) -> Decision:
         if node.kind == "barrier":
             return Decision(states, states, states, wants=wants)
@@ -268,7 +260,6 @@ class _Body:
             keep=[self.may_keep(node, v, reviewed) for v in node.outputs],
             axes=self.solver.axes,
             small=self.solver.small,
-            phase=phase,
             solve=self.solver.solve,
             control=self.solver.control,
         ).decide()
@@ -298,7 +289,7 @@ class _Body:
         if node.kind != "scan" or node.outputs.index(value) < node.counts[1]:
             return False
         leaf = self.program.leaf(value)
-        return self.solver.control.of(leaf).accumulate == "defer"
+        return self.solver.control.of(*leaf).accumulate == "defer"
 
     def is_settled(self, value: int, reviewed: Reviewed) -> tuple[bool, ...]:
         """Per mesh axis, whether `value` is to be reduced where it is made."""
@@ -335,4 +326,4 @@ def propagate(
         for r in required
     ]
     keep = [False] * len(required)
-    return solver.solve(program, inputs, required, wants, keep, FORWARD).plan
+    return solver.solve(program, inputs, required, wants, keep).plan

@@ -14,9 +14,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from shardfn._core.phases import BACKWARD, mixes_passes
+from shardfn._core.leaves import Names
 from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step, reading, reads
-from shardfn._core.program import Node, Program
+from shardfn._core.program import Node, Program, mixes_passes
 from shardfn._core.sharding import Axes, Sharding, is_unreduced, local_shape
 from shardfn._core.sizes import itemsize
 from shardfn._schedule.bodies import inside
@@ -161,7 +161,7 @@ class _Around:
         new += (self.begun(i, end, sums) for i in range(at + 1, len(steps)))
         return replace(self.body, steps=tuple(new))
 
-    def begun(self, index: int, end: Ref, sums: set[str]) -> Step:
+    def begun(self, index: int, end: Ref, sums: set[Names]) -> Step:
         """A step behind the loop; no earlier than its end, if it makes a large value of
         literals alone. But not of `sums`, leaves that have a term in front of the loop:
         XLA adds to that term in place of zeros."""
@@ -259,6 +259,6 @@ class _Around:
             shape=tuple(aval.shape),
             dtype=str(aval.dtype),
             itemsize=itemsize(aval),
-            phase=BACKWARD,
+            during=self.program.nodes[self.node].during,
             after=after,
         )

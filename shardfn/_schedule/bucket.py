@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from shardfn._core.leaf_options import Control
 from shardfn._core.moves import moves_of
+from shardfn._core.phases import Pass
 from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step, reads
 from shardfn._core.program import Program
 from shardfn._core.sharding import AxisSharding, Split, Unreduced
@@ -51,7 +52,7 @@ class _Kind:
       early: they gather stored values, which are there from the start.
       states: of every sharding on their paths, what it is along each mesh axis.
       dtype: on the wire.
-      phase: forward, backward or update.
+      during: the pass that they are part of.
       waits: they are tied to an activation.
       most: bytes that move together.
     """
@@ -59,7 +60,7 @@ class _Kind:
     early: bool
     states: tuple[tuple[str, ...], ...]
     dtype: str
-    phase: str
+    during: Pass
     waits: bool
     most: int
 
@@ -141,7 +142,7 @@ class _Buckets:
     def kind(self, step: Reshard) -> _Kind | None:
         """The kind of a move; None if it goes alone."""
         leaf = self.program.leaf(step.source.value)
-        most = self.control.of(leaf).bucket_bytes
+        most = self.control.of(*leaf).bucket_bytes
         if not leaf or step.auto or step.dtype.startswith("key<"):
             return None
         sent = [move for move in moves_of(step.path) if move.communicates]
@@ -153,7 +154,7 @@ class _Buckets:
             early=step.gathers_state,
             states=tuple(tuple(map(_state, sharding)) for sharding in step.path),
             dtype=step.dtype,
-            phase=step.phase,
+            during=step.during,
             waits=step.after is not None,
             most=most,
         )

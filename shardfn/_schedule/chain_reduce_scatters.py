@@ -11,9 +11,8 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import TypeGuard
 
-from shardfn._core.phases import BACKWARD, mixes_passes
 from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step, fresh
-from shardfn._core.program import Node, Program
+from shardfn._core.program import Node, Program, mixes_passes
 from shardfn._core.sharding import Split
 from shardfn._schedule.bodies import inside
 from shardfn._schedule.wire_dtypes import sums_gradient
@@ -30,7 +29,7 @@ def scatters_alone(step: Step, program: Program) -> TypeGuard[Reshard]:
 
 
 def _scatters(step: Step, program: Program) -> TypeGuard[Reshard]:
-    if not isinstance(step, Reshard) or step.phase != BACKWARD:
+    if not isinstance(step, Reshard) or not step.during.is_backward:
         return False
     splits = any(isinstance(s, Split) for s in step.path[-1])
     return splits and sums_gradient(program, step)

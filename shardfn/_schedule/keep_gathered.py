@@ -66,10 +66,13 @@ def keep(program: Program, body: BodyPlan, control: Control) -> BodyPlan:
     first: dict[_Key, _Gather] = {}
     kept: list[tuple[_Gather, _Gather]] = []
     for found in _gathers(Frame(program), body, control):
-        if found.move.phase == FORWARD:
-            first.setdefault(found.key, found)
-        elif found.key in first and (len(found.place) > 1 or found.group):
-            kept.append((first[found.key], found))
+        source = first.get(found.key)
+        if source is None:
+            if found.move.phase == FORWARD:
+                first[found.key] = found
+        elif found.move.during != source.move.during:
+            if len(found.place) > 1 or found.group:
+                kept.append((source, found))
     versions: dict[Place, Ref] = {}
     for source, user in kept:
         if source.place not in versions or len(user.place) == 1:
@@ -91,7 +94,7 @@ def _gathers(
         at = (*place, index)
         if isinstance(step, Reshard):
             leaf = frame.program.leaf(step.source.value)
-            asked = control.of(leaf).reshard_after_forward
+            asked = control.of(*leaf).reshard_after_forward
             group = asked if type(asked) is int else 0
             if asked is not False and not group:
                 continue

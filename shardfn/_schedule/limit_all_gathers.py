@@ -10,9 +10,10 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 
 from shardfn._core.leaf_options import Control
-from shardfn._core.phases import UPDATE, mixes_passes
+from shardfn._core.leaves import Names
+from shardfn._core.phases import UPDATE
 from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step, fresh, reads
-from shardfn._core.program import Node, Program
+from shardfn._core.program import Node, Program, mixes_passes
 from shardfn._core.sharding import Sharding, Split
 from shardfn._schedule.bodies import inside
 
@@ -71,9 +72,9 @@ class _Order:
             steps.append(step)
         return replace(self.body, steps=tuple(steps))
 
-    def units(self) -> dict[str, Hashable]:
+    def units(self) -> dict[Names, Hashable]:
         """Per leaf that a remat gathers, that remat."""
-        found: dict[str, Hashable] = {}
+        found: dict[Names, Hashable] = {}
         for step in self.body.steps:
             if not isinstance(step, Apply):
                 continue
@@ -91,9 +92,9 @@ class _Order:
             self.current = unit
             self.starts.append(self.newest)
 
-    def start(self, leaf: str) -> Ref | None:
+    def start(self, leaf: Names) -> Ref | None:
         """What a gather of a leaf waits for, in the current unit."""
-        ahead = self.control.of(leaf).prefetch
+        ahead = self.control.of(*leaf).prefetch
         at = len(self.starts) - 1 - ahead
         return self.starts[at] if ahead and at >= 0 else None
 
@@ -116,7 +117,7 @@ class _Order:
         (body,), program = step.bodies, node.bodies[0]
         inside: dict[Ref, Ref] = {}
         steps: list[Step] = []
-        tied: set[str] = set()
+        tied: set[Names] = set()
         for move in body.steps:
             if isinstance(move, Reshard) and _gathers(move):
                 leaf = program.leaf(move.source.value)

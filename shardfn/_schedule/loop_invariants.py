@@ -14,9 +14,8 @@ from dataclasses import replace
 
 from shardfn._core.leaf_options import Control
 from shardfn._core.limits import LOOP_BYTES
-from shardfn._core.phases import mixes_passes
 from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step, reads, without_moves
-from shardfn._core.program import Program
+from shardfn._core.program import Program, mixes_passes
 
 
 def hoist(
@@ -79,7 +78,7 @@ def _leaving(
     mixes = mixes_passes(body)
     for move in moves:
         leaf = body.leaf(move.source.value)
-        asked = control.of(leaf).reshard_after_forward
+        asked = control.of(*leaf).reshard_after_forward
         if not move.gathers_state or asked is False:
             out.append(move)
         elif not (asked is True and mixes):

@@ -8,9 +8,8 @@ import itertools
 from dataclasses import replace
 
 from shardfn._core.leaf_options import Control
-from shardfn._core.phases import mixes_passes
 from shardfn._core.plan import Apply, BodyPlan, Reshard, Step
-from shardfn._core.program import Program
+from shardfn._core.program import Program, mixes_passes
 from shardfn._core.sharding import Axes
 from shardfn._schedule.backward_liveness import hold
 from shardfn._schedule.bucket import bucket

@@ -64,7 +64,7 @@ def _leads(program: Program, body: BodyPlan, control: Control) -> set[int]:
             if node.kind == "remat":
                 found |= _leads(node.bodies[0], step.bodies[0], control)
         elif step.gathers_state:
-            found.add(control.of(program.leaf(step.source.value)).prefetch)
+            found.add(control.of(*program.leaf(step.source.value)).prefetch)
     return found - {0}
 
 
@@ -103,7 +103,7 @@ class _Part:
 
     def move(self, step: Reshard, known: dict[Ref, bool]) -> None:
         leaf = self.program.leaf(step.source.value)
-        asked = self.control.of(leaf).prefetch == self.lead
+        asked = self.control.of(*leaf).prefetch == self.lead
         is_known = all(ref in known for ref in reads(step))
         differs = known.get(step.source, False)
         if step.gathers_state and asked and differs and is_known:

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, field, replace
 
 from shardfn._core.leaf_options import Control
+from shardfn._core.phases import Pass
 from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step, reading, reads
 from shardfn._core.program import Program
 from shardfn._core.sharding import Sharding, Split
@@ -46,11 +47,11 @@ _Move = tuple[Ref, Sharding, str]
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """What a move made, in which phase, and the bytes that had been gathered when it
+    """What a move made, in which pass, and the bytes that had been gathered when it
     was last used."""
 
     ref: Ref
-    phase: str
+    during: Pass
     last: int
 
 
@@ -118,21 +119,21 @@ class _Sharing:
         if step.gathers_state:
             self.gathered += math.prod(step.shape) * step.itemsize
             self.fence = len(self.tokens)
-        self.made[key] = _Made(step.result, step.phase, self.gathered)
+        self.made[key] = _Made(step.result, step.during, self.gathered)
         self.uses[step.result] = key
 
     def shares(self, step: Reshard, made: _Made) -> bool:
         """Whether a move can be left out because an equal one was made before."""
         leaf = self.program.leaf(step.source.value)
-        asked = self.control.of(leaf).reshard_after_forward
+        asked = self.control.of(*leaf).reshard_after_forward
         if not step.gathers_state or self.unit or asked is False:
             return True
-        if asked is True and step.phase != made.phase:
+        if asked is True and step.during != made.during:
             return False
         between, own = self.gathered - made.last, math.prod(step.shape) * step.itemsize
         if between <= own:
             return True
-        if asked is True or step.phase != made.phase:
+        if asked is True or step.during != made.during:
             return False
         few = HELD * (self.held + own) <= between
         self.held += own if few else 0

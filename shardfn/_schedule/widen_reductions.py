@@ -17,6 +17,7 @@ from jax import lax
 from shardfn._core import compat
 from shardfn._core.equation_key import looks_of
 from shardfn._core.leaf_options import Control
+from shardfn._core.leaves import Names
 from shardfn._core.op_sharding_rule import rule_of
 from shardfn._core.plan import Apply, BodyPlan, Reshard
 from shardfn._core.program import Atom, Node, Program, live
@@ -46,7 +47,7 @@ def widen(program: Program, body: BodyPlan, control: Control) -> Program:
     wanted = {}
     for step in body.steps:
         if isinstance(step, Reshard) and sums_gradient(program, step):
-            dtype = control.of(program.leaf(step.source.value)).reduce_dtype
+            dtype = control.of(*program.leaf(step.source.value)).reduce_dtype
             if dtype and is_narrower(step.dtype, dtype):
                 wanted[step.source.value] = dtype
     chosen = _widened(program, applies, wanted)
@@ -115,7 +116,7 @@ class _Rewrite:
     chosen: dict[int, str]
     bodies: dict[int, tuple[Program, ...]]
     avals: list[Any] = field(default_factory=list)
-    leaves: list[str] = field(default_factory=list)
+    leaves: list[Names] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
     twins: dict[int, int] = field(default_factory=dict)
     same: dict[int, int] = field(default_factory=dict)
@@ -210,7 +211,8 @@ class _Rewrite:
                 eqn=eqn,
                 inputs=tuple(inputs),
                 outputs=(value,),
-                backward=node.backward,
+                derivatives=node.derivatives,
+                during=node.during,
                 rule=rule_of(eqn),
                 looks=looks,
             )

@@ -9,7 +9,7 @@ from dataclasses import replace
 import jax.numpy as jnp
 
 from shardfn._core.leaf_options import Control
-from shardfn._core.phases import FORWARD, UPDATE
+from shardfn._core.phases import UPDATE
 from shardfn._core.plan import BodyPlan, Reshard, Step
 from shardfn._core.program import Program
 from shardfn._core.sharding import Axes, Unreduced
@@ -43,7 +43,7 @@ def choose_dtypes(
 
 
 def _chosen(program: Program, step: Reshard, control: Control, axes: Axes) -> Step:
-    asked = control.of(program.leaf(step.source.value))
+    asked = control.of(*program.leaf(step.source.value))
     dtype = None
     if step.gathers_state and step.phase != UPDATE:
         dtype = asked.gather_dtype
@@ -62,9 +62,7 @@ def _chosen(program: Program, step: Reshard, control: Control, axes: Axes) -> St
 
 def sums_gradient(program: Program, step: Reshard) -> bool:
     """Whether a move sums the terms of a parameter's gradient."""
-    return (
-        sums(step) and step.phase != FORWARD and bool(program.leaf(step.source.value))
-    )
+    return sums(step) and step.gradient and bool(program.leaf(step.source.value))
 
 
 def sums(step: Reshard) -> bool:

@@ -20,32 +20,32 @@ from shardfn._core.equation_key import looks_of
 from shardfn._core.op_sharding_rule import OpShardingRule, rule_of
 from shardfn._core.program import LITERAL, VALUE, ZERO, Atom, Node, Program, live
 from shardfn._trace.iota_indexing import Counts
+from shardfn._trace.passes import Argument, mark_passes
 from shardfn._trace.row_shifts import Pieces
 from shardfn._trace.shared_terms import SharedTerms
 from shardfn._trace.unordered import Unordered
 
 
-def make_program(closed_jaxpr: Any) -> Program:
+def make_program(closed_jaxpr: Any, arguments: Sequence[Argument] = ()) -> Program:
     """Numbers the values of a closed jaxpr; see the module's first lines."""
     closed_jaxpr = compat.without_dead_code(closed_jaxpr)
-    return _Builder().build(closed_jaxpr, backward=False, call=None)
+    return mark_passes(_Builder().build(closed_jaxpr, call=None), arguments)
 
 
 @dataclass
 class _Builder:
     """What is shared while one jaxpr and the jaxprs in it become programs."""
 
-    cache: dict[tuple[int, bool], Program] = field(default_factory=dict)
+    cache: dict[int, Program] = field(default_factory=dict)
     keep_alive: list[Any] = field(default_factory=list)
     known: dict[Hashable, tuple[Any, ...]] = field(default_factory=dict)
     rules: dict[int, OpShardingRule | None] = field(default_factory=dict)
 
-    def build(self, closed: Any, backward: bool, call: Any) -> Program:
-        key = (id(closed), backward)
-        if key not in self.cache:
+    def build(self, closed: Any, call: Any) -> Program:
+        if id(closed) not in self.cache:
             self.keep_alive.append(closed)
-            self.cache[key] = _Values(self, backward).run(closed, call)
-        return self.cache[key]
+            self.cache[id(closed)] = _Values(self).run(closed, call)
+        return self.cache[id(closed)]
 
     def looks(self, eqn: Any, operands: Sequence[Atom]) -> tuple[tuple[Any, ...], bool]:
         """`looks_of(eqn, operands)`, the same object for all that are equal."""
@@ -70,7 +70,6 @@ class _Values:
     """
 
     builder: _Builder
-    backward: bool
     avals: list[Any] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
     constants: list[tuple[int, Any]] = field(default_factory=list)
@@ -84,7 +83,7 @@ class _Values:
 
     def run(self, closed: Any, call: Any) -> Program:
         inputs = tuple(self.new(v.aval) for v in compat.open_jaxpr(closed)[0].invars)
-        outputs = self.inline(closed, inputs, self.backward, call)
+        outputs = self.inline(closed, inputs, (), call)
         nodes, constants = live(self.nodes, self.constants, outputs)
         return Program(
             avals=tuple(self.avals),
@@ -100,9 +99,10 @@ class _Values:
         return len(self.avals) - 1
 
     def inline(
-        self, closed: Any, inputs: Sequence[Atom], backward: bool, call: Any
+        self, closed: Any, inputs: Sequence[Atom], around: tuple[str, ...], call: Any
     ) -> tuple[Atom, ...]:
-        """Adds the equations of a jaxpr that the equation `call` runs, if any does."""
+        """Adds the equations of a jaxpr that the equation `call` runs, if any does;
+        `around` are the derivatives that this is part of."""
         jaxpr, consts = compat.open_jaxpr(closed)
         env: dict[Any, Atom] = {}
 
@@ -119,19 +119,19 @@ class _Values:
             eqn = compat.with_line_of(eqn, call) if call is not None else eqn
             eqn = compat.untyped_equation(eqn)
             operands = tuple(map(read, eqn.invars))
-            is_backward = backward or "transpose(" in compat.name_stack(eqn)
+            made_for = (*around, *compat.derivatives(eqn))
             taken_out = self.shared.taken_out(eqn, operands, self.avals)
             body = compat.inlined_body(eqn)
             rewritten = self.rewritten(eqn, operands) if body is None else None
             if taken_out is not None:
-                results = self.inline(*taken_out, is_backward, eqn)
+                results = self.inline(*taken_out, made_for, eqn)
             elif body is not None:
                 body = compat.close_jaxpr(body)
-                results = self.inline(body, operands, is_backward, eqn)
+                results = self.inline(body, operands, made_for, eqn)
             elif rewritten is not None:
-                results = self.inline(*rewritten, is_backward, eqn)
+                results = self.inline(*rewritten, made_for, eqn)
             else:
-                results = self.add(eqn, operands, is_backward)
+                results = self.add(eqn, operands, made_for)
             self.shared.equation(eqn, operands, results)
             env.update(zip(eqn.outvars, results, strict=True))
         return tuple(map(read, jaxpr.outvars))
@@ -149,7 +149,7 @@ class _Values:
         )
 
     def add(
-        self, eqn: Any, operands: tuple[Atom, ...], backward: bool
+        self, eqn: Any, operands: tuple[Atom, ...], derivatives: tuple[str, ...]
     ) -> tuple[int, ...]:
         looks, comparable = self.builder.looks(eqn, operands)
         key = None
@@ -161,7 +161,7 @@ class _Values:
         equal = self.seen.get(key) if key is not None else None
         if equal is not None and any(isinstance(atom, int) for atom in operands):
             return equal
-        kind, bodies, counts = self.control_flow(eqn, backward)
+        kind, bodies, counts = self.control_flow(eqn)
         outputs = tuple(self.new(v.aval) for v in eqn.outvars)
         rule = self.builder.rule(eqn, looks) if kind == "op" else None
         self.nodes.append(
@@ -169,7 +169,7 @@ class _Values:
                 eqn=eqn,
                 inputs=operands,
                 outputs=outputs,
-                backward=backward,
+                derivatives=derivatives,
                 kind=kind,
                 bodies=bodies,
                 counts=counts,
@@ -191,10 +191,10 @@ class _Values:
         return outputs
 
     def control_flow(
-        self, eqn: Any, backward: bool
+        self, eqn: Any
     ) -> tuple[str, tuple[Program, ...], tuple[int, int]]:
         def body(jaxpr: Any) -> Program:
-            return self.builder.build(compat.close_jaxpr(jaxpr), backward, eqn)
+            return self.builder.build(compat.close_jaxpr(jaxpr), eqn)
 
         params = eqn.params
         if eqn.primitive is compat.scan_p:

@@ -14,7 +14,6 @@ from jax import lax
 from shardfn._core import compat
 from shardfn._core.equation_key import looks_of
 from shardfn._core.op_sharding_rule import rule_of
-from shardfn._core.phases import FORWARD, node_phases
 from shardfn._core.program import Node, Program, aval_of, live
 
 USES = (lax.dot_general_p, lax.gather_p)
@@ -43,13 +42,12 @@ def _tied(program: Program) -> dict[int, Node]:
     pass uses as they are, too."""
     used: set[int] = set()
     made: dict[int, Node] = {}
-    phases = node_phases(program, FORWARD)
-    for node, phase in zip(program.nodes, phases, strict=True):
+    for node in program.nodes:
         values = [atom for atom in node.inputs if isinstance(atom, int)]
         if node.eqn.primitive is lax.transpose_p and values:
             if program.leaf(values[0]):
                 made[node.outputs[0]] = node
-        elif phase == FORWARD and node.eqn.primitive in USES:
+        elif not node.backward and node.eqn.primitive in USES:
             used.update(values)
     return {value: node for value, node in made.items() if node.inputs[0] in used}
 

@@ -52,7 +52,7 @@ def count_flops(jaxpr: Any, repeated: bool = False) -> Flops:
     """
     total = Flops()
     for eqn in jaxpr.eqns:
-        again = repeated or "rematted_computation" in compat.name_stack(eqn)
+        again = repeated or compat.is_repeated(eqn)
         own = flops_of(eqn)
         if own:
             total += Flops(own, Counter() if again else own)

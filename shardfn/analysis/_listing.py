@@ -4,15 +4,17 @@ In: a program and its plan, tree paths of the state leaves. Out: one `Collective
 move on the wire, with the state leaf that it belongs to, the source line, and M.
 """
 
+import itertools
 import math
-import os.path
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+from shardfn._core.automatic_axes import part_shape
 from shardfn._core.errors import where
 from shardfn._core.leaf_options import Control
+from shardfn._core.leaves import Leaf, Names, leaf_name, names_text
 from shardfn._core.moves import AllGather
+from shardfn._core.phases import UPDATE
 from shardfn._core.plan import (
     BodyPlan,
     Place,
@@ -28,8 +30,11 @@ from shardfn.analysis._replicated import work_of
 from shardfn.analysis.collective import Collective
 from shardfn.analysis.plan import Plan
 
-Line = tuple[Collective, dict[str, int]]
-"""A collective, and the bytes of each parameter that it gathers."""
+Gathered = tuple[Names, int, int]
+"""Leaves of a gathered parameter, its bytes, and those of one element."""
+
+Line = tuple[Collective, tuple[Gathered, ...]]
+"""A collective, and the parameters that it gathers."""
 
 
 def make_plan(
@@ -38,6 +43,7 @@ def make_plan(
     axes: Axes,
     control: Control,
     fingerprint: str,
+    state: Sequence[Leaf],
 ) -> Plan:
     """Describes a planned step.
 
@@ -47,26 +53,53 @@ def make_plan(
       axes: the mesh axes.
       control: what was asked of the moves of state leaves.
       fingerprint: what identifies the traced step; see `_program_hash`.
+      state: leaves of the state.
 
     Returns:
       The plan with its collectives and M.
     """
-    parameters: dict[str, int] = {}
+    parameters = _Parameters({leaf_name(leaf.path): leaf for leaf in state})
     collectives = []
     for line, gathered in _walk(program, body, axes, 1):
         collectives.append(line)
-        for key, size in gathered.items():
-            total = size * (line.times or 1)
-            parameters[key] = max(parameters.get(key, 0), total)
+        for each in gathered:
+            parameters.add(line, *each)
     return Plan(
         axes=axes,
         body=body,
         collectives=tuple(collectives),
-        parameter_bytes=sum(parameters.values()),
+        parameter_bytes=sum(parameters.bytes.values()),
         program=fingerprint,
         control=control,
         work=work_of(program, body, axes),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Parameters:
+    """The bytes of what forward and backward passes gather, each parameter once.
+
+    A loop may gather a parameter part by part, or the same one in each iteration: it
+    has no more bytes than its leaf. What belongs to no leaf goes by its line.
+    """
+
+    leaves: Mapping[str, Leaf]
+    bytes: dict[Hashable, int] = field(default_factory=dict)
+
+    def add(self, line: Collective, names: Names, size: int, itemsize: int) -> None:
+        total = size * (line.times or 1)
+        if line.phase == UPDATE:
+            return
+        if not names:
+            self.most((line.shape, line.place), total)
+        for name in names:
+            leaf = self.leaves[name]
+            whole = math.prod(part_shape(leaf.aval.shape, leaf.auto or ())) * itemsize
+            alone = min(total, max(whole, size))
+            self.most(name, alone if len(names) == 1 else whole)
+
+    def most(self, key: Hashable, size: int) -> None:
+        self.bytes[key] = max(self.bytes.get(key, 0), size)
 
 
 def _walk(
@@ -77,10 +110,9 @@ def _walk(
     for index, step in enumerate(body.steps):
         if isinstance(step, Reshard):
             steps = together(body.steps, index)
-            paths = [program.leaf(s.source.value) for s in steps]
             each = [
-                list(_moves(s, path, users.get(s.result), axes, times, at))
-                for s, path in zip(steps, paths, strict=True)
+                list(_moves(program, s, users.get(s.result), axes, times, at))
+                for s in steps
             ]
             yield from map(_joined, zip(*each, strict=True))
             continue
@@ -94,18 +126,19 @@ def _walk(
 
 
 def _moves(
+    program: Program,
     step: Reshard,
-    path: str,
     user: tuple[str, str] | None,
     axes: Axes,
     times: int | None,
     at: Place,
 ) -> Iterator[Line]:
     place, fallback = user or ("", "")
+    names = program.leaf(step.source.value)
+    size = math.prod(step.part_shape) * step.itemsize
     for index, move in communicating_moves(step, axes):
         gathers = isinstance(move, AllGather) and step.stored
         sent = move.wire_elements(step.part_shape, axes) * step.itemsize
-        key = path or f"{step.part_shape} {place}"
         yield (
             Collective(
                 op=move.op,
@@ -115,15 +148,16 @@ def _moves(
                 dtype=step.dtype,
                 wire_bytes=round(sent),
                 times=times,
-                path=path,
+                path=names_text(names),
                 place=place,
                 fallback=fallback,
                 name=line_name(at, step.result, index),
                 elements=move.elements(step.part_shape, axes),
                 devices=move.devices(step.part_shape, axes),
                 reduces=move.reduces,
+                gradient=step.during.gradient,
             ),
-            {key: math.prod(step.part_shape) * step.itemsize} if gathers else {},
+            ((names, size, step.itemsize),) if gathers else (),
         )
 
 
@@ -133,25 +167,16 @@ def _joined(lines: Sequence[Line]) -> Line:
     if len(lines) == 1:
         return lines[0]
     each = [line for line, _ in lines]
-    gathered = Counter()
-    for _, sizes in lines:
-        gathered.update(sizes)
+    gathered = tuple(itertools.chain(*(found for _, found in lines)))
     line = replace(
         first,
         shape=(sum(math.prod(line.shape) for line in each),),
         wire_bytes=sum(line.wire_bytes for line in each),
-        path=_common([line.path for line in each]),
+        path=names_text([line.path for line in each]),
         elements=sum(line.elements for line in each),
         parts=tuple((line.path, line.wire_bytes) for line in each),
     )
-    return line, dict(gathered)
-
-
-def _common(paths: Sequence[str]) -> str:
-    """`layers/{up, norm/scale}` for two leaves."""
-    prefix = os.path.commonprefix([path.split("/")[:-1] for path in paths])
-    rest = ["/".join(path.split("/")[len(prefix) :]) for path in paths]
-    return "/".join([*prefix, "{" + ", ".join(dict.fromkeys(rest)) + "}"])
+    return line, gathered
 
 
 def _users(program: Program, body: BodyPlan) -> dict[Ref, tuple[str, str]]:

@@ -26,6 +26,7 @@ class Collective:
       elements: of the value on one device where it is larger, padding included: after
         an all-gather, before a reduce-scatter.
       devices: how many talk to each other; fewer than the axis has within a group.
+      gradient: which gradient of the step it is part of, counted from 0.
       parts: state leaves that move together, and the wire bytes of each; empty if only
         one moves. The shape is then that of their concatenation.
       reduces: what a reduction reduces with: "sum", "max", "min", "and", "or"; else "".
@@ -46,6 +47,7 @@ class Collective:
     devices: int = 0
     parts: tuple[tuple[str, int], ...] = ()
     reduces: str = ""
+    gradient: int = 0
 
     @property
     def total_bytes(self) -> int:

@@ -11,8 +11,6 @@ import pytest
 from plan_helpers import Sharded, cpu_mesh, shard_fn, shard_gpt, walk
 from programs import gpt
 
-from shardfn._core import compat
-
 pytestmark = pytest.mark.standard_promotion
 
 SMALL = dict(vocab=64, length=16, width=32, hidden=64, dtype=jnp.bfloat16)
@@ -22,7 +20,7 @@ def emitted_names(sharded: Sharded) -> Counter[tuple[str, int]]:
     """Runs per step by line name and elements of the larger side."""
     found: Counter[tuple[str, int]] = Counter()
     for eqn, times, _ in walk(sharded.jaxpr):
-        names = re.findall(r"shardfn[\d.]+", compat.name_stack(eqn))
+        names = re.findall(r"shardfn[\d.]+", str(eqn.source_info.name_stack))
         if re.match("all_gather|reduce_scatter|psum|all_to_all", eqn.primitive.name):
             (name,) = names
             sizes = (math.prod(a.aval.shape) for a in (*eqn.invars, *eqn.outvars))

@@ -140,6 +140,39 @@ def test_each_device_runs_its_own_rows(name: str) -> None:
     assert all(c.path for c in gathered)
 
 
+def outer(w, x):
+    return jax.lax.map(lambda row: jnp.tanh(jnp.outer(row, row)).sum() + w.sum(), x)
+
+
+def adding(w, x):
+    """A sum over rows of products with weights, as a sum over microbatches is."""
+    return jax.lax.scan(lambda s, row: (s + row @ w, None), jnp.zeros(3), x)[0]
+
+
+def adding_gradients(w, x):
+    """Of each row by itself, as for privacy."""
+    one = lambda w, row: (jnp.tanh(row @ w) ** 2).sum()  # noqa: E731
+    body = lambda s, row: (s + jax.grad(one)(w, row), None)  # noqa: E731
+    return jax.lax.scan(body, jnp.zeros_like(w), x)[0]
+
+
+@pytest.mark.parametrize("fn", [outer, adding, adding_gradients])
+@pytest.mark.parametrize("width", [7, 8, 64])
+def test_rows_are_no_microbatches_whatever_their_width(fn: Callable, width) -> None:
+    """Eight devices divide a width of 8 and of 64: it is not along a row that rows
+    lie."""
+    w = np.ones((width, 3), np.float32)
+    x = np.arange(16 * width, dtype=np.float32).reshape(16, width) % 3
+    step = lambda w, x: (w, fn(w, x))  # noqa: E731
+    sharded = shardfn.fully_shard(step, make_mesh("8"), min_size=8, donate=False)
+    jaxpr = jax.make_jaxpr(sharded)(w, x).jaxpr
+    scans = [e for e, *_ in walk(jaxpr) if e.primitive.name == "scan"]
+    assert {e.params["length"] for e in scans} == {2}
+    moved = {(c.op, c.path) for c in sharded.plan(w, x).collectives if c.shape}
+    assert moved <= {("all_gather", ""), ("all_gather", "state"), ("all_reduce", "")}
+    np.testing.assert_allclose(sharded(w, x)[1], jax.jit(fn)(w, x), rtol=1e-5)
+
+
 def test_rows_may_loop_for_different_times() -> None:
     lengths, plan = check(with_loops, "4", differentiate=False)
     assert lengths == {4, 2}
@@ -179,6 +212,24 @@ def test_a_sum_starts_from_its_start_once(start) -> None:
 def test_loops_that_depend_on_their_order_run_whole(name: str) -> None:
     lengths, _ = check(ORDERED[name], "8")
     assert 16 in lengths
+
+
+@pytest.mark.parametrize("parts", [2, 4, 8])
+def test_a_reshaped_batch_is_split_inside_each_microbatch(parts: int) -> None:
+    """Whatever is done with a microbatch, here each row with all others of it."""
+
+    def step(w, x):
+        def body(total, x):
+            return total + (jnp.tanh((x @ w) @ (x @ w).T)).sum(), None
+
+        return w, jax.lax.scan(body, 0.0, x.reshape(parts, -1, 5))[0]
+
+    x = np.ones((64, 5), np.float32)
+    sharded = shardfn.fully_shard(step, make_mesh("8"), min_size=8, donate=False)
+    jaxpr = jax.make_jaxpr(sharded)(W, x).jaxpr
+    (scan,) = [e for e, *_ in walk(jaxpr) if e.primitive.name == "scan"]
+    assert scan.params["length"] == parts
+    np.testing.assert_allclose(sharded(W, x)[1], jax.jit(step)(W, x)[1], rtol=1e-5)
 
 
 def test_microbatches_are_split_inside() -> None:

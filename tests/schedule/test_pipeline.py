@@ -15,6 +15,7 @@ from sharded_and_plain import quick_compiles as quick_compiles
 import shardfn
 from shardfn._api import planner
 from shardfn._core.leaf_options import Control
+from shardfn._core.phases import BACKWARD, FORWARD, Pass
 from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard
 from shardfn._core.program import Node, Program
 from shardfn._core.sharding import Axes, Sharding, Split
@@ -153,7 +154,10 @@ def test_nested_loops_hoist_to_the_top() -> None:
 
 
 def program_by_hand(backward: tuple[bool, ...]) -> Program:
-    nodes = [Node(None, (), (10 + i,), flag) for i, flag in enumerate(backward)]  # pyright: ignore
+    nodes = [
+        Node(None, (), (10 + i,), during=Pass(BACKWARD if flag else FORWARD))  # pyright: ignore
+        for i, flag in enumerate(backward)
+    ]
     return Program((), (0, 1), (), tuple(nodes), (), frozenset())
 
 
@@ -165,7 +169,7 @@ def gather(value: int, version: int, rows: int = 8) -> Reshard:
         shape=(rows, 4),
         dtype="float32",
         itemsize=4,
-        phase="forward",
+        during=Pass(FORWARD),
         stored=True,
     )
 
@@ -223,7 +227,7 @@ def test_one_pass_keeps_a_tenth_of_what_it_gathers_in_between(
 ) -> None:
     body = BodyPlan((STORED,), (gather(0, 1, rows=8),), (), ())
     first, last = (
-        tuple(dataclasses.replace(gather(v, i), phase=phase) for v in (0, 1))
+        tuple(dataclasses.replace(gather(v, i), during=Pass(phase)) for v in (0, 1))
         for i, phase in enumerate(phases, 1)
     )
     plan = shared(

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from shardfn._core.phases import BACKWARD, FORWARD, UPDATE, last_phase, node_phases
-from shardfn._core.program import ZERO, Node, Program
+from shardfn._core.phases import BACKWARD, FORWARD, UPDATE, Pass
+from shardfn._core.program import ZERO, Node, Program, last_pass
 from shardfn._trace.jaxpr_to_program import make_program
 
 X = np.ones((4, 4), np.float32)
@@ -288,7 +288,7 @@ def step_of_all_phases(w, x):
 
 def test_backward_flags_and_phases() -> None:
     program = program_of(step_of_all_phases, X, X)
-    phases = node_phases(program, FORWARD)
+    phases = [node.during.phase for node in program.nodes]
     order = {FORWARD: 0, BACKWARD: 1, UPDATE: 2}
     assert [order[p] for p in phases] == sorted(order[p] for p in phases)
     assert set(phases) == set(order)
@@ -300,7 +300,7 @@ def test_backward_flags_and_phases() -> None:
 def test_no_node_is_backward_without_autodiff() -> None:
     program = program_of(lambda w, x: jnp.sum(x @ w.T), X, X)
     assert not any(node.backward for node in program.nodes)
-    assert set(node_phases(program, FORWARD)) == {FORWARD}
+    assert {node.during for node in program.nodes} == {Pass(FORWARD)}
 
 
 def test_bodies_of_backward_loops_are_backward() -> None:
@@ -320,4 +320,4 @@ def test_a_loop_over_whole_microbatches_ends_in_the_backward_phase() -> None:
     program = program_of(step, X, X[None])
     scan = only(program, "scan")
     assert not scan.backward
-    assert last_phase(scan, FORWARD) == BACKWARD
+    assert last_pass(scan) == Pass(BACKWARD)
