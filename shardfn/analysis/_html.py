@@ -170,10 +170,11 @@ def _rounds(report: Figures) -> list[Round]:
         while at < len(device) and device[at].end <= start:
             at += 1
         busy: Counter[str] = Counter()
-        for span in device[at:]:
-            if span.start >= end:
-                break
+        inside = at
+        while inside < len(device) and device[inside].start < end:
+            span = device[inside]
             busy[_kind(span)] += span.end - span.start  # pyright: ignore
+            inside += 1
         is_backward = busy["backward"] > busy["forward"]
         out.append((start, end, f"{'backward' if is_backward else 'forward'} {index}"))
     return out
@@ -205,8 +206,7 @@ def _memory(report: Figures) -> dict[str, Any]:
             "rest is needed, from the order of the operations alone: every result "
             "counts from where it is made to where it is last read, at most "
             f"{size_text(highest)}. It can be above the line, as the compiler writes "
-            "results over operands that nothing else reads and gives what it updates in "
-            "place one buffer."
+            "results over operands that nothing else reads."
         ),
     }
 
