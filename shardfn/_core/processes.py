@@ -24,6 +24,9 @@ WAIT_SECONDS = 600
 _often: Counter[str] = Counter()
 """How often each group of processes has met."""
 
+_cleared: Counter[str] = Counter()
+"""Of how many of these meetings nothing is left."""
+
 
 def index() -> int:
     """The number of this process, from 0."""
@@ -210,10 +213,10 @@ def _odd_one(
     else:
         found = _found(client, place, others, report)
         _set(client, place, found)
-        before, _, times = place.rpartition("/")
-        if found["process"] is None:
-            # All have come this far, so that all have read what was told before.
-            client.key_value_delete(f"{before}/{int(times) - 1}")
+        if (
+            found["process"] is None
+        ):  # all have come here, and read what was told before
+            _clear(client, place)
     process = found["process"]
     if "reason" in found:
         raise ElsewhereError(
@@ -246,6 +249,14 @@ def _found(
         if theirs != report:
             return theirs | {"process": other, "expected": report["at"]}
     return report | {"process": None, "expected": report["at"]}
+
+
+def _clear(client: Any, place: str) -> None:
+    """Deletes what was told in all meetings before this one."""
+    group, _, number = place.rpartition("/")
+    for before in range(_cleared[group] + 1, int(number)):
+        client.key_value_delete(f"{group}/{before}")
+    _cleared[group] = int(number) - 1
 
 
 def _next_place(numbers: Sequence[int]) -> str:

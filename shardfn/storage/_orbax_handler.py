@@ -144,7 +144,7 @@ async def _write_leaf(leaf: OnHost, info: Any, limit: asyncio.Semaphore) -> None
     async with limit:
         spec = ts.Spec(_write_spec(leaf, info))
         # One process writes the array's metadata; the others know it from `spec`.
-        if processes.index() == 0:
+        if leaf.is_first:
             await ts.open(spec, create=True, open=True, context=info.ts_context)
         array = await ts.open(
             spec, open=True, assume_metadata=True, context=info.ts_context

@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
 
+from shardfn._core import processes
 from shardfn.storage._boxes import Chunks, Index, Piece, Shape, chunks_of, pieces, runs
 
 
@@ -28,12 +29,14 @@ class OnDevices:
       shape: shape of the leaf.
       chunks: how it is cut on disk, if it is stored flattened.
       halo: per shard, the first elements of the next one; None if none are needed.
+      replica: which of the copies of each shard is written.
     """
 
     array: jax.Array
     shape: Shape
     chunks: Chunks | None = None
     halo: jax.Array | None = None
+    replica: int = 0
 
 
 def on_devices(arrays: Sequence[jax.Array], shapes: Sequence[Shape]) -> list[OnDevices]:
@@ -48,13 +51,20 @@ def on_devices(arrays: Sequence[jax.Array], shapes: Sequence[Shape]) -> list[OnD
       elements to their neighbour.
     """
     found = [
-        OnDevices(x, shape, _chunks(x, shape))
-        for x, shape in zip(arrays, shapes, strict=True)
+        OnDevices(x, shape, _chunks(x, shape), replica=i % _copies(x))
+        for i, (x, shape) in enumerate(zip(arrays, shapes, strict=True))
     ]
     for leaf in found:
         if leaf.chunks is not None:
             leaf.halo = _halo(leaf.array, leaf.chunks)
     return found
+
+
+def _copies(x: jax.Array) -> int:
+    """How many devices store each shard: leaf by leaf another one of them writes, so
+    that with several processes each writes about as much."""
+    sizes = zip(x.shape, x.sharding.shard_shape(x.shape), strict=True)
+    return len(x.sharding.device_set) // math.prod(n // part for n, part in sizes)
 
 
 def _chunks(x: jax.Array, shape: Shape) -> Chunks | None:
@@ -87,18 +97,28 @@ def _neighbour(sharding: NamedSharding, count: int) -> Callable[[jax.Array], jax
 
 @dataclass(frozen=True, slots=True)
 class OnHost:
-    """A leaf whose values this process has copied to write them."""
+    """A leaf whose values this process has copied to write them.
+
+    Attributes:
+      shape: shape of the leaf.
+      dtype: its dtype.
+      chunk: shape of its chunks on disk.
+      boxes: where the values lie in the leaf, and the values.
+      is_first: whether this process is the first of those that the leaf is on, which
+        also writes what the array is.
+    """
 
     shape: Shape
     dtype: Any
     chunk: Shape
     boxes: tuple[tuple[Index, np.ndarray], ...]
+    is_first: bool
 
 
 def copied(leaf: OnDevices) -> OnHost:
-    """The boxes that this process writes; of replicas, the first."""
+    """The boxes that this process writes."""
     x = leaf.array
-    shards = [s for s in x.addressable_shards if s.replica_id == 0]
+    shards = [s for s in x.addressable_shards if s.replica_id == leaf.replica]
     halos = (
         {}
         if leaf.halo is None
@@ -118,7 +138,9 @@ def copied(leaf: OnDevices) -> OnHost:
     chunk = (
         x.sharding.shard_shape(x.shape) if leaf.chunks is None else leaf.chunks.chunk
     )
-    return OnHost(leaf.shape, x.dtype, tuple(max(n, 1) for n in chunk), tuple(boxes))
+    chunk = tuple(max(n, 1) for n in chunk)
+    is_first = processes.of(x.sharding.device_set)[0] == processes.index()
+    return OnHost(leaf.shape, x.dtype, chunk, tuple(boxes), is_first)
 
 
 def _whole_chunks(

@@ -174,6 +174,7 @@ class Checkpoints:
             _check_extra(extra or {})
             arrays, leaves, treedef = self._stored(state)
             _check_leaves(leaves)
+            self._check_devices(arrays, leaves)
             item = jax.tree.unflatten(treedef, values(arrays, leaves))[0]
         chunked = ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES)
         args = ocp.args.PyTreeSave(
@@ -280,6 +281,18 @@ class Checkpoints:
                 f"  save was called at {call_site()}\n"
                 "Give the new one another number, or delete the old one."
             )
+
+    def _check_devices(self, arrays: list[jax.Array], leaves: Sequence[Leaf]) -> None:
+        """Refuses that each of several processes saves a state of its own."""
+        count = len(self._group or range(processes.count()))
+        for leaf, x in zip(leaves, arrays, strict=True):
+            if count > 1 and x.is_fully_addressable:
+                raise CheckpointError(
+                    f"state leaf '{leaf.name}' is on the devices of one process, and "
+                    f"{count} processes save together.\n"
+                    f"  save was called at {call_site()}\n"
+                    "Give Checkpoints the step that the state belongs to."
+                )
 
     def _found(self, number: int | None) -> int:
         numbers = self.numbers

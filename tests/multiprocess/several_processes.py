@@ -22,6 +22,7 @@ import numpy as np  # noqa: E402
 import shardfn  # noqa: E402
 from shardfn._core import compat, processes  # noqa: E402
 from shardfn.storage import checkpoint  # noqa: E402
+from shardfn.storage._stored_array import stored_array  # noqa: E402
 from shardfn.storage.checkpoint import Checkpoints  # noqa: E402
 from shardfn.storage.safetensors import write_safetensors  # noqa: E402
 
@@ -71,7 +72,8 @@ def train(step: shardfn.ShardedStep) -> dict[str, Any]:
         np.array_equal(a.data, b.data)
         for k in ("even", "flat", "long", "padded")
         for a, b in zip(
-            state[k].addressable_shards, again[k].addressable_shards, strict=True
+            *(stored_array(x[k]).addressable_shards for x in (state, again)),
+            strict=True,
         )
     )
     write_safetensors(f"{DIRECTORY}/model.safetensors", state, step)

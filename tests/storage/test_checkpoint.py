@@ -22,6 +22,7 @@ from sharded_and_plain import make_mesh as _make_mesh
 from sharded_and_plain import quick_compiles as quick_compiles
 
 import shardfn
+from shardfn._core import processes
 from shardfn.storage import _orbax_handler, _padded_leaves
 from shardfn.storage.checkpoint import CheckpointError, Checkpoints
 from shardfn.testing import assert_same
@@ -289,6 +290,29 @@ def test_a_relative_directory() -> None:
     )
     with pytest.raises(ValueError, match=message):
         Checkpoints("here")
+
+
+def test_copies_of_shards_are_written_by_turns(steps) -> None:
+    """With 2 x 4 devices each leaf's shards are written from one of the two rows."""
+    x = steps["2x4"].shard({k: jnp.ones((64, 8)) for k in "abcd"})
+    leaves = _padded_leaves.on_devices(list(x.values()), [(64, 8)] * 4)
+    assert [leaf.replica for leaf in leaves] == [0, 1, 0, 1]
+    for leaf in leaves:
+        found = _padded_leaves.copied(leaf)
+        assert len(found.boxes) == 4 and found.is_first
+        assert sum(values.size for _, values in found.boxes) == 64 * 8
+
+
+def test_several_processes_do_not_save_a_state_each(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(processes, "count", lambda: 2)
+    with Checkpoints(tmp_path) as checkpoints:
+        with pytest.raises(CheckpointError) as error:
+            checkpoints.save(1, {"w": jnp.ones(3)})
+        monkeypatch.undo()
+    assert str(error.value).splitlines()[0] == (
+        "state leaf 'w' is on the devices of one process, and 2 processes save "
+        "together."
+    )
 
 
 def test_halos_are_all_that_moves(steps) -> None:
