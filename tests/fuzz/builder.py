@@ -173,7 +173,7 @@ class Builder:
             raise NotPossible
         name = f"{kind}{len(self.leaves[kind])}"
         self.leaves[kind].append(type_)
-        value = Value(name, type_, True, 2 if type_.dtype == "f" else 4)
+        value = Value(name, type_, True, 3 if type_.dtype == "f" else 4)
         self.values.insert(0, value)
         return value
 

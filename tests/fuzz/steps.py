@@ -157,12 +157,14 @@ class Form:
       write: the step in this form, from `(state, batch) -> (state, metrics)`.
       args: its arguments, from the state and batch.
       read: the state and metrics, from its results.
+      keep: what it keeps of them.
       options: arguments of `fully_shard` that it needs.
     """
 
     write: Callable[[Step], Step] = lambda step: step
     args: Callable[[Any, Any], tuple[Any, ...]] = lambda state, batch: (state, batch)
     read: Callable[[Any], tuple[Any, Any]] = lambda out: out
+    keep: Callable[[Any], tuple[Any, Any]] = lambda out: out
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -182,6 +184,23 @@ def _several(step: Step) -> Step:
     return run
 
 
+REST = PARTS[1:]
+
+
+def _loss_first(step: Step) -> Step:
+    """Takes the batch between the parameters and the rest; returns the loss first."""
+
+    def run(params: Any, batch: Any, rest: Any) -> Any:
+        new, metrics = step({"params": params, **rest}, batch)
+        return metrics, new["params"], {part: new[part] for part in REST}
+
+    return run
+
+
+def _alone(step: Step) -> Step:
+    return lambda batch, state: step(state, batch)[0]
+
+
 FORMS = {
     "state": Form(),
     "second": Form(_second, lambda s, b: (b, s), options={"state_argnums": 1}),
@@ -189,7 +208,19 @@ FORMS = {
         _several,
         lambda s, b: (*(s[part] for part in PARTS), b),
         lambda out: (dict(zip(PARTS, out[:4], strict=True)), out[4]),
-        {"state_argnums": (0, 1, 2, 3)},
+        options={"state_argnums": (0, 1, 2, 3)},
+    ),
+    "found second": Form(_second, lambda s, b: (b, s)),
+    "loss first": Form(
+        _loss_first,
+        lambda s, b: (s["params"], b, {part: s[part] for part in REST}),
+        lambda out: ({"params": out[1], **out[2]}, out[0]),
+    ),
+    "alone": Form(
+        _alone,
+        lambda s, b: (b, s),
+        lambda out: (out, None),
+        lambda out: (out[0], None),
     ),
 }
 
@@ -228,14 +259,15 @@ def make_batch(program: Program, seed: int, state: Any) -> dict[str, Any]:
 
 
 def _data(rng: np.random.Generator, type_: Type) -> np.ndarray:
-    """Small integers; in half of the elements any that the dtype has, if it is one
-    whose sums wrap around."""
+    """Small integers, of one sign in two of three float leaves: a zero that is not
+    theirs then shows. Of narrow dtypes, any in half of the elements."""
     dtype = np.dtype(DTYPES[type_.dtype])
     if type_.dtype == "b":
         return rng.integers(0, 2, type_.shape).astype(bool)
     if type_.dtype in "fi":
-        low = 0 if type_.dtype == "i" else -2
-        return rng.integers(low, 3, type_.shape).astype(dtype)
+        ranges = [(0, 3)] if type_.dtype == "i" else [(-2, 3), (1, 4), (-3, 0)]
+        low, high = ranges[rng.integers(len(ranges))]
+        return rng.integers(low, high, type_.shape).astype(dtype)
     ends = np.iinfo(dtype)
     any_ = rng.integers(ends.min, ends.max, type_.shape, endpoint=True)
     small = rng.integers(0, 8, type_.shape)

@@ -14,11 +14,11 @@ SIZES = (3, 5, 7, 8, 12, 36, 101)
 
 ROWS = (8, 16, 24, 8, 16, 24, 4, 12, 30, 320)
 
-BETWEEN: tuple[str, ...] = ()
+BETWEEN = ("map", "average", "jit", "get", "pickle", "put", "replicate", "mesh")
 
-ALIASES = ("leaves",)
+ALIASES = ("leaves", "buffers", "batch")
 
-SETTINGS = ("nans",)
+SETTINGS = ("ranks", "leaks", "nans", "x64")
 
 GRADS = ("two", "inner", "unrolled")
 
@@ -30,7 +30,8 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "reduce_dtype": ("float32", "bfloat16"),
     "gather_dtype": ("float32", "bfloat16"),
     "donate": (False,),
-    "shard": (False, {"params*": False}),
+    "shard": (False, {"*0": False}),
+    "verify": ("error",),
 }
 
 
