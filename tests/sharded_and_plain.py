@@ -16,6 +16,7 @@ from jax.sharding import AxisType, Mesh
 from programs._data import ROWS
 
 import shardfn
+from shardfn.storage._stored_array import stored_array
 from shardfn.testing import assert_same
 from shardfn.testing._compare import Snapshot, snapshot
 
@@ -187,7 +188,7 @@ def assert_is_sharded(state: Any, mesh: Mesh, where: str) -> None:
         return
     flat = jax.tree_util.tree_leaves_with_path(state)
     path, largest = max(flat, key=lambda item: item[1].size)
-    assert not largest.sharding.is_fully_replicated, (
+    assert not stored_array(largest).sharding.is_fully_replicated, (
         f"{where}: {jax.tree_util.keystr(path)} {largest.shape}, the largest leaf of "
         f"the state, is whole on every device: {largest.sharding}"
     )

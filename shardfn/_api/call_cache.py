@@ -25,8 +25,8 @@ MADE = "_shardfn_made"
 and the number of the call. Whatever is older shares no buffer with it."""
 
 SEEN = "_shardfn_seen"
-"""Attribute of an array of a batch: the number of a call that it was given to. It shares
-no buffer with what was made later."""
+"""Attribute of an array of a batch: the number of a call that it was given to. It
+shares no buffer with what was made later."""
 
 NOT_MADE = (None, 0)
 

@@ -8,8 +8,6 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
-
 from shardfn._api.call_arguments import Named, by_position
 from shardfn._api.names_in_code import mentions
 from shardfn._api.planner import check_fallbacks, check_replicated, plan_traced
@@ -19,6 +17,7 @@ from shardfn._core.leaf_options import Control
 from shardfn._core.leaves import Leaf, leaf_name
 from shardfn._core.sharding import Axes, Sharding
 from shardfn._lowering.planned_program import Planned
+from shardfn._trace.containers import close_avals
 from shardfn._trace.trace_step import trace
 from shardfn.storage._leaves import batch_shardings
 
@@ -42,8 +41,8 @@ class Side:
 
     @property
     def avals(self) -> Any:
-        """The arguments as pytrees of `ShapeDtypeStruct`."""
-        return jax.tree.unflatten(self.treedef, [leaf.aval for leaf in self.leaves])
+        """The arguments as closed pytrees of `ShapeDtypeStruct`."""
+        return close_avals(self.leaves, self.treedef)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from shardfn._core.errors import (
 )
 from shardfn._core.leaves import Leaf, leaf_name, path_name
 from shardfn._core.sharding import Axes, Sharding, partition_spec
+from shardfn._trace.containers import Closed, close, on_closed
 from shardfn._trace.per_device import GlobalStep, as_global, reaches_axis, unbound_axis
 
 
@@ -57,7 +58,7 @@ def trace(
 
     Args:
       step: called as `step(states, batch)`.
-      states: the state arguments, pytrees of `ShapeDtypeStruct`.
+      states: the state arguments, pytrees of `ShapeDtypeStruct`, closed or not.
       batch: the other arguments.
       leaves: the leaves of `states`.
       split: shardings of the batch's leaves.
@@ -80,6 +81,9 @@ def trace(
             f'Turn it off: jax.config.update("{flags[0]}", False).'
         )
     mesh = jax.sharding.get_abstract_mesh()
+    structures: list[Any] = []
+    step = on_closed(step, structures)
+    states, batch = tuple(map(close, states)), tuple(map(close, batch))
     try:
         with compat.at_top_level():
             try:
@@ -94,7 +98,7 @@ def trace(
     _check_effects(jaxpr)
     _check_not_mapped(jaxpr)
     _check_state(out, states, leaves)
-    return Traced(jaxpr, jax.tree.structure(out))
+    return Traced(jaxpr, structures[-1])
 
 
 def leaked_tracer() -> ShardingError:
@@ -296,6 +300,6 @@ def _described(out: Any, leaves: Sequence[Leaf]) -> str:
         return f"{out.dtype}{list(out.shape)}"
     if leaves and {path_name(p) for p, _ in flat} == {leaf.name for leaf in leaves}:
         return "the new state alone"
-    name = type(out).__name__
+    name = out.kind if isinstance(out, Closed) else type(out).__name__
     of = f" of {len(out)}" if isinstance(out, (tuple, list)) else ""
     return f"a {name}{of}"

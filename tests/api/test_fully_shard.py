@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from sharded_and_plain import quick_compiles as quick_compiles
 
 import shardfn
+from shardfn.storage._stored_array import stored_array
 
 
 @jax.tree_util.register_dataclass
@@ -98,7 +99,7 @@ def test_it_looks_like_the_step(shared) -> None:
 def test_meshes_of_both_axis_types(mesh: str) -> None:
     run = sharded(step, mesh)
     state = run.init(make_state)
-    assert not state.w.sharding.is_fully_replicated
+    assert not stored_array(state.w).sharding.is_fully_replicated
     state, metrics = run(state, X)
     assert_same((run.unshard(state), metrics), jax.jit(step)(make_state(), X))
 
@@ -109,7 +110,7 @@ def test_other_mesh_axes_stay_automatic(mesh: str) -> None:
     state = run.init(make_state)
     assert state.w.sharding.spec == P("data")
     state, metrics = run(state, X)
-    assert state.w.addressable_shards[0].data.shape == (4, 5)
+    assert stored_array(state.w).addressable_shards[0].data.shape == (4, 5)
     assert_same((run.unshard(state), metrics), jax.jit(step)(make_state(), X))
 
 
@@ -139,7 +140,7 @@ def test_two_states(argnums: tuple[int, int]) -> None:
     for state, plain in zip(states, expected, strict=False):
         assert_same(run.unshard(state), plain)
         largest = max(jax.tree.leaves(state), key=jnp.size)
-        assert not largest.sharding.is_fully_replicated
+        assert not stored_array(largest).sharding.is_fully_replicated
     assert_same(metrics, expected[2])
 
 
@@ -321,7 +322,7 @@ def test_a_padded_result_comes_back_whole() -> None:
     run = sharded(copying, donate=False)
     whole = {"w": -jnp.ones((17, 3))}
     state, metrics = run(whole, X)
-    assert state["w"].shape == (56,)
+    assert state["w"].array.shape == (56,)
     assert_same(metrics, jax.jit(copying)(whole, X)[1])
 
 

@@ -149,7 +149,7 @@ def test_parity(kind: str, axis_type: AxisType) -> None:
         assert_same(plain_metrics, metrics, at, tol=1e-5)
         assert_same(plain_state, run.unshard(state), at, tol=1e-5, weak_types=False)
     (ready,), (jitted,) = run._ready.values(), run.programs._jitted.values()
-    assert ready.takes(jax.tree.leaves(state)), "the next call takes the short way"
+    assert ready.arrays(jax.tree.leaves(state)), "the next call takes the short way"
     assert jitted._cache_size() == 1
 
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 import shardfn
+from shardfn.storage._stored_array import stored_array
 from shardfn.storage.checkpoint import Checkpoints
 from shardfn.storage.safetensors import write_safetensors
 
@@ -76,7 +77,8 @@ def main(action: str, directory: str) -> None:
             checkpoints.restore(jnp.zeros((331, 83)), 0)
             peak = peak_of(restore)
             assert all(
-                (s.data <= 0.5).all() for s in states[0]["flattened"].addressable_shards
+                (s.data <= 0.5).all()
+                for s in stored_array(states[0]["flattened"]).addressable_shards
             )
     print(json.dumps({"own": own, "peak": peak / own}))
 

@@ -16,6 +16,7 @@ from sharded_and_plain import quick_compiles as quick_compiles
 
 import shardfn
 from shardfn._api.names_in_code import mentions
+from shardfn.storage._stored_array import stored_array
 
 AXES = ("replica", "data")
 
@@ -65,6 +66,7 @@ def test_hybrid_axes(step) -> None:
     expected, its = jax.jit(plain)(W, X)
     np.testing.assert_array_equal(run.unshard(state), expected)
     assert metrics["loss"] == its["loss"] and metrics["loss"].is_fully_replicated
+    state = stored_array(state)
     assert state.addressable_shards[0].data.size * 4 == state.size
 
 

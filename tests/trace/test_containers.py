@@ -1,0 +1,81 @@
+"""In: states and batches of classes that convert their leaves when they are made. Out:
+what the plain step gives; no abstract value is put into them.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import shardfn
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Pair:
+    """Takes what `jnp.asarray` takes, and asks it for its shape."""
+
+    w: Any
+    b: Any
+
+    def __post_init__(self) -> None:
+        self.w, self.b = jnp.asarray(self.w), jnp.asarray(self.b)
+        assert self.w.ndim == 2 and self.b.ndim == 1
+
+
+MESH = jax.make_mesh((8,), ("data",))
+STATE = Pair(np.arange(48.0, dtype=np.float32).reshape(16, 3), np.ones(9, np.float32))
+BATCH = Pair(np.ones((8, 16), np.float32), np.ones(8, np.float32))
+
+
+def step(state: Pair, batch: Pair) -> Any:
+    loss = jnp.mean((batch.w @ state.w).sum(1) * batch.b)
+    return Pair(state.w + 1, state.b * 2), {"loss": loss, "pair": state}
+
+
+def nested(state: dict[str, Pair], batch: Pair) -> Any:
+    new, metrics = step(state["a"], batch)
+    return {"a": new}, metrics["loss"]
+
+
+def per_device(state: Pair, batch: Pair) -> Any:
+    """As under `pmap`."""
+    loss = lax.pmean(jnp.mean((batch.w @ state.w).sum(1) * batch.b), "data")
+    return Pair(state.w + loss, state.b), loss
+
+
+@pytest.mark.parametrize("step", [step, nested], ids=["state", "nested"])
+def test_classes_that_convert_their_leaves(step) -> None:
+    state: Any = {"a": STATE} if step is nested else STATE
+    sharded = shardfn.fully_shard(step, MESH, min_size=8)
+    mine, theirs = sharded.shard(state), state
+    for _ in range(2):
+        mine, got = sharded(mine, BATCH)
+        theirs, expected = jax.jit(step)(theirs, BATCH)
+        for a, b in zip(
+            jax.tree.leaves((sharded.unshard(mine), got)),
+            jax.tree.leaves((theirs, expected)),
+            strict=True,
+        ):
+            np.testing.assert_array_equal(a, b)
+    assert jax.tree.structure(mine) == jax.tree.structure(state)
+    assert "all_gather" in str(sharded.plan(state, BATCH))
+
+
+def test_a_step_per_device() -> None:
+    sharded = shardfn.fully_shard(per_device, MESH, min_size=8)
+    state, loss = sharded(sharded.shard(STATE), BATCH)
+    assert loss == STATE.w.sum()
+    np.testing.assert_array_equal(sharded.unshard(state).w, STATE.w + loss)
+
+
+def test_a_state_in_another_container_is_named() -> None:
+    def swap(state, batch):
+        return {"w": state.w, "b": state.b}, ()
+
+    with pytest.raises(shardfn.ShardingError, match="the same leaves in other contain"):
+        shardfn.fully_shard(swap, MESH, min_size=8)(STATE, BATCH)
