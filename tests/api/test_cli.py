@@ -242,7 +242,8 @@ GIVEN = {
     "state_argnums": 0,
     "batch_spec": P("data"),
     "donate": False,
-    "verify": "off",  # as the next, it needs a mesh
+    "per_device_state": (),
+    "verify": "off",  # needs a mesh, as the next and per_device_state
     "compiler_options": None,
     "reshard_after_forward": {"*": False},
     "gather_dtype": "bfloat16",
