@@ -67,8 +67,10 @@ def close_avals(leaves: Sequence[Leaf], treedef: Any) -> tuple[Any, ...]:
         own = [next(rest) for _ in range(child.num_leaves)]
         names = tuple(path_name(leaf.path[skip:]) for leaf in own)
         avals = [leaf.aval for leaf in own]
-        is_leaf = treedef_is_leaf(child)
-        out.append(avals[0] if is_leaf else Closed(avals, names, child))
+        if treedef_is_leaf(child):  # So is what is empty: None, or a list.
+            out.append(jax.tree.unflatten(child, avals))
+        else:
+            out.append(Closed(avals, names, child))
     return tuple(out)
 
 

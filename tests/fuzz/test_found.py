@@ -15,6 +15,13 @@ import shardfn
 ROWS = (Type((24,)), Type((24,), "i"))
 
 FOUND = {
+    "an empty list was an argument of the state, as SGD's is": Program(
+        params=(Type((7,)),),
+        batch=ROWS,
+        forward=Block((Call("neg", ("b0",)),), ()),
+        losses=("v0",),
+        form="several",
+    ),
     "every device added the literal in 1 + |g|^2 + |h|^2": Program(
         params=(Type((36,)), Type((8,))),
         batch=ROWS,
