@@ -12,6 +12,7 @@ from shardfn._core.errors import ShardingError as ShardingError
 from shardfn._core.errors import (
     UnsupportedPrimitiveWarning as UnsupportedPrimitiveWarning,
 )
+from shardfn._core.errors import UnusedAxisWarning as UnusedAxisWarning
 from shardfn._core.errors import VerificationWarning as VerificationWarning
 from shardfn._core.op_sharding_rule import LocalOp as LocalOp
 from shardfn._core.op_sharding_rule import OpShardingRule as OpShardingRule

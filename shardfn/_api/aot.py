@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from shardfn._api.compiled_steps import Programs
 from shardfn._api.planner import describe
 from shardfn._core.automatic_axes import part_shape
+from shardfn._core.call_arguments import Rest
 from shardfn._core.errors import ShardingError, called, step_name
 from shardfn._core.leaves import Leaf
 from shardfn._core.sharding import Axes, Sharding, Split, local_shape
@@ -28,7 +29,7 @@ def report_on(
     target: Target,
     programs: Programs,
     states: tuple[Any, ...],
-    batch: tuple[Any, ...],
+    batch: Rest,
     progress: Callable[[str], None],
 ) -> Report:
     """The report of a step.

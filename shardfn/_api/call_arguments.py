@@ -9,24 +9,20 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
-from jax.tree_util import DictKey
-
+from shardfn._core.call_arguments import Named
 from shardfn._core.errors import ShardingError, called, step_name
 
 
-@jax.tree_util.register_pytree_with_keys_class
-class Named(dict[str, Any]):
-    """Arguments that have no position: an argument of their own, the last one."""
-
-    def tree_flatten_with_keys(self) -> tuple[list[Any], tuple[str, ...]]:
-        """Their values in the order of their names."""
-        names = tuple(sorted(self))
-        return [(DictKey(name), self[name]) for name in names], names
-
-    @classmethod
-    def tree_unflatten(cls, names: tuple[str, ...], values: Sequence[Any]) -> "Named":
-        return cls(zip(names, values, strict=True))
+def parameter_names(step: Any) -> list[str]:
+    """Names of the parameters of a function that arguments are passed to by position,
+    as far as it names them."""
+    try:
+        parameters = inspect.signature(step).parameters.values()
+    except (TypeError, ValueError):  # of some functions in C
+        return []
+    by_position = (inspect.Parameter.POSITIONAL_ONLY,)
+    by_position += (inspect.Parameter.POSITIONAL_OR_KEYWORD,)
+    return [p.name for p in parameters if p.kind in by_position]
 
 
 def by_position(

@@ -5,13 +5,16 @@ of stored leaves.
 """
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 
+from shardfn._api.call_cache import apart
 from shardfn._api.plain_step import PlainStep, Side
 from shardfn._core import compat
+from shardfn._core.call_arguments import Rest, StateArguments, joined, with_caches
 from shardfn._core.leaves import Leaf
 from shardfn._lowering.planned_program import Planned
 from shardfn._lowering.shard_map import on_mesh
@@ -36,9 +39,7 @@ class Programs:
     asked: Asked = None
     _jitted: dict[Any, Any] = field(default_factory=dict, repr=False)
 
-    def planned(
-        self, leaves: tuple[Leaf, ...], treedef: Any, batch: tuple[Any, ...]
-    ) -> Planned:
+    def planned(self, leaves: tuple[Leaf, ...], treedef: Any, batch: Rest) -> Planned:
         axes = self.storage.axes
         batch_leaves, batch_tree = self.storage.batch_leaves(batch)
         split = self.plain.split(batch, batch_leaves, axes)
@@ -55,9 +56,14 @@ class Programs:
         return compiler_options(tuple(devices), self.asked)
 
     def jitted(
-        self, leaves: tuple[Leaf, ...], treedef: Any, whole: bool = False
+        self,
+        leaves: tuple[Leaf, ...],
+        treedef: Any,
+        meaning: StateArguments,
+        whole: bool = False,
     ) -> Any:
-        """The jitted step on stored leaves, traced on the logical shapes of `leaves`.
+        """The jitted step on stored leaves and the tuple of the other arguments, traced
+        on the logical shapes of `leaves`.
 
         Where it becomes part of another program, that is compiled as its own call says,
         and leaves that are stored padded come and go `whole`.
@@ -65,19 +71,21 @@ class Programs:
         options = {} if whole else self.options
         shapes = tuple((leaf.aval.shape, leaf.auto) for leaf in leaves)
         donated = (0,) if self.donate and not compat.checks_values() else ()
-        key = treedef, shapes, whole, tuple(options.items()), donated
+        key = treedef, shapes, whole, tuple(options.items()), donated, meaning
         storage = self.storage
         if key not in self._jitted:
 
-            def run(stored: list[jax.Array], batch: tuple[Any, ...]) -> Any:
+            def run(donated: Any, batch: tuple[Any, ...]) -> Any:
+                stored, caches = donated if meaning.caches else (donated, ())
+                rest = joined(batch, caches, meaning)
                 named = [
                     replace(leaf, aval=_like(x, leaf.aval.shape))
                     for x, leaf in zip(stored, leaves, strict=True)
                 ]
-                planned = self.planned(tuple(named), treedef, batch)
+                planned = self.planned(tuple(named), treedef, rest)
                 program = on_mesh(planned, storage.mesh, storage.given, whole)
-                out = program(*stored, *jax.tree.leaves(batch))
-                return jax.tree.unflatten(planned.traced.out_tree, out)
+                out = program(*stored, *jax.tree.leaves(rest))
+                return planned.traced.returned(out)
 
             functools.update_wrapper(run, self.plain.step, updated=())
             self._jitted[key] = jax.jit(
@@ -85,7 +93,7 @@ class Programs:
             )
         return self._jitted[key]
 
-    def traced(self, states: tuple[Any, ...], batch: tuple[Any, ...]) -> Any:
+    def traced(self, states: tuple[Any, ...], batch: Rest) -> Any:
         """The jitted step traced on abstract arguments."""
         leaves, treedef = self.storage.leaves(states)
         stored = [self.storage.stored_aval(x, s) for x, s in self.storage.each(leaves)]
@@ -95,8 +103,30 @@ class Programs:
             self.storage.stored_aval(leaf, s)
             for leaf, s in zip(batch_leaves, split, strict=True)
         ]
-        placed = jax.tree.unflatten(batch_tree, placed)
-        return self.jitted(leaves, treedef).trace(stored, placed)
+        jitted = self.jitted(leaves, treedef, batch.meaning)
+        return jitted.trace(*given(stored, batch, placed))
+
+
+def given(
+    stored: Sequence[Any], batch: Rest, placed: Sequence[Any]
+) -> tuple[Any, tuple[Any, ...]]:
+    """What the jitted step takes, of a state's leaves and those of the batch: what may
+    be donated, the state and the caches, if there are any, and the rest."""
+    rest, caches = with_caches(batch, placed)
+    return (stored, caches) if caches else stored, rest
+
+
+def caches_apart(batch: Rest, placed: list[Any]) -> list[Any]:
+    """The batch's leaves, where no cache, which is donated, shares a buffer with
+    another leaf."""
+    if not batch.meaning.caches:
+        return placed
+    others, caches = (
+        jax.tree.leaves(x) for x in with_caches(batch, range(len(placed)))
+    )
+    copies = apart([placed[i] for i in caches], [placed[i] for i in others])
+    new = dict(zip(caches, copies, strict=True))
+    return [new.get(i, x) for i, x in enumerate(placed)]
 
 
 def _like(x: jax.Array, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:

@@ -48,7 +48,7 @@ class Options(PerLeafOptions, total=False):
     axis: str | tuple[str, ...]
     min_size: int
     strict: bool
-    state_argnums: int | tuple[int, ...]
+    state_argnums: int | tuple[int, ...] | Literal["auto"]
     batch_spec: Any
     donate: bool
     verify: str
@@ -80,7 +80,7 @@ def fully_shard(
     axis: str | tuple[str, ...] = "data",
     min_size: int = 2**14,
     strict: bool = False,
-    state_argnums: int | tuple[int, ...] = 0,
+    state_argnums: int | tuple[int, ...] | Literal["auto"] = "auto",
     batch_spec: Any = None,
     donate: bool = True,
     verify: str = "off",
@@ -116,7 +116,9 @@ def fully_shard(
       strict: raise instead of warning when a primitive has no op sharding rule and
         would run on gathered operands.
       state_argnums: position of the state among the arguments, or positions: then as
-        many results come first.
+        many results come first. "auto": the arguments that come back with their
+        structure, shapes and dtypes, updated, wherever they stand among the arguments
+        and the results; `repr(step)` and the plan say which. Without a mesh, the first.
       batch_spec: pytree prefix of the other arguments (of the only other one, or a
         tuple of several) with a `PartitionSpec` or None per leaf. None splits dimension
         0; scalars and PRNG keys are replicated.
@@ -253,7 +255,9 @@ def fully_shard(
     if train_step is None:
         return functools.partial(fully_shard, mesh=mesh, **options)
     check_step(train_step)
-    inner, batch_spec = unwrapped(train_step, names, argnums, batch_spec)
+    inner, batch_spec = unwrapped(train_step, names, argnums or (0,), batch_spec)
+    if inner is not train_step:  # its in_axes are split by position
+        argnums = argnums or (0,)
     plain = PlainStep(inner, min_size, strict, argnums, batch_spec, control)
     if mesh is None:
         needs_none = {"verify": verify == "off", "compiler_options": asked is None}

@@ -88,7 +88,7 @@ class LocalStep:
             for x, s in zip(flat, (*stored, *split), strict=True)
         ]
         run = planned.run if compat.checks_types() else _without_gradient(planned.run)
-        return jax.tree.unflatten(planned.traced.out_tree, run(*typed))
+        return planned.traced.returned(run(*typed))
 
     @names_step
     def init(self, init_fn: Callable[..., Any], *args: Any) -> Any:

@@ -4,22 +4,40 @@ In: the step as written for one device, and the options that describe it. Out: w
 arguments are state, how the batch is split, and the planned step for given shapes.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
-from shardfn._api.call_arguments import Named, by_position
+import jax
+
+from shardfn._api.call_arguments import by_position, parameter_names
 from shardfn._api.names_in_code import mentions
-from shardfn._api.planner import check_fallbacks, check_replicated, plan_traced
+from shardfn._api.planner import (
+    check_fallbacks,
+    check_replicated,
+    plan_traced,
+    warn_of_axes,
+)
 from shardfn._core import compat
+from shardfn._core.call_arguments import (
+    Named,
+    NamedStates,
+    Position,
+    Rest,
+    StateArguments,
+    by_place,
+    rejoined,
+    without,
+)
 from shardfn._core.errors import ShardingError, called, step_name
 from shardfn._core.leaf_options import Control
 from shardfn._core.leaves import Leaf, leaf_name
 from shardfn._core.sharding import Axes, Sharding
 from shardfn._lowering.planned_program import Planned
 from shardfn._trace.containers import close_avals
-from shardfn._trace.trace_step import trace
-from shardfn.storage._leaves import batch_shardings
+from shardfn._trace.state_arguments import find_state
+from shardfn._trace.trace_step import Trace, trace, trace_once
+from shardfn.storage._leaves import batch_shardings, leaves_of
 
 Step = Callable[..., Any]
 
@@ -44,6 +62,11 @@ class Side:
         """The arguments as closed pytrees of `ShapeDtypeStruct`."""
         return close_avals(self.leaves, self.treedef)
 
+    @property
+    def opened(self) -> Any:
+        """The same in the user's containers."""
+        return jax.tree.unflatten(self.treedef, [leaf.aval for leaf in self.leaves])
+
 
 @dataclass(frozen=True, slots=True)
 class PlainStep:
@@ -53,48 +76,102 @@ class PlainStep:
       step: the function that the user wrote.
       min_size: state leaves with fewer elements stay replicated.
       strict: whether a primitive without a rule is an error.
-      state_argnums: positions of the state arguments.
+      state_argnums: positions of the state arguments; None to find them.
       batch_spec: prefix pytree of PartitionSpecs of the batch, or None.
       control: what is asked of the moves of state leaves.
       plans: planned steps by structure, shapes and configuration of JAX.
+      found: what arguments of a structure are, as far as it had to be found.
+      traces: the trace that found it, until it is planned.
     """
 
     step: Step
     min_size: int
     strict: bool
-    state_argnums: tuple[int, ...]
+    state_argnums: tuple[int, ...] | None
     batch_spec: Any
     control: Control = Control()
     plans: dict[Any, Planned] = field(default_factory=dict)
+    found: dict[Any, StateArguments] = field(default_factory=dict)
+    traces: dict[Hashable, Trace] = field(default_factory=dict)
+
+    def meaning(self, args: tuple[Any, ...], axes: Axes | None) -> StateArguments:
+        """Which of a call's arguments are state."""
+        if self.state_argnums is not None:
+            return StateArguments(self.state_argnums)
+        treedef = jax.tree.structure(args)
+        if treedef not in self.found:
+            if axes is None:
+                return StateArguments()
+            self.found[treedef] = self._find(args, axes)
+        return self.found[treedef]
 
     def divide(
-        self, args: Sequence[Any], named: Mapping[str, Any]
-    ) -> tuple[Any, tuple[Any, ...]]:
-        """The state arguments of a call, and the others."""
-        args = by_position(self.step, args, named)
-        count = len(args) - any(isinstance(a, Named) for a in args)
-        if count <= max(self.state_argnums):
-            last = max(self.state_argnums)
-            given = ", ".join(map(str, self.state_argnums))
-            raise ShardingError(
-                f"{step_name()} was called with {count} "
-                f"argument{'s' * (count != 1)}, but its state is argument {last} "
-                f"(state_argnums={given}).\n{called()}"
-                "Pass the state there, or give fully_shard its position."
-            )
-        states = tuple(args[i] for i in self.state_argnums)
-        rest = (a for i, a in enumerate(args) if i not in self.state_argnums)
-        return states, tuple(rest)
+        self, args: Sequence[Any], named: Mapping[str, Any], axes: Axes | None = None
+    ) -> tuple[tuple[Any, ...], Rest]:
+        """The state arguments of a call, and the others.
 
-    def call(self, states: Sequence[Any], batch: Sequence[Any]) -> Any:
+        Args:
+          args: the arguments passed by position.
+          named: those passed by name.
+          axes: the mesh axes; None if arguments have local shapes, of which what they
+            are cannot be found.
+        """
+        args = tuple(by_position(self.step, args, named))
+        given, meaning = by_place(args), self.meaning(args, axes)
+        if not all(place in given for place in meaning.arguments):
+            self._refuse_count(given, meaning.arguments)
+        states = tuple(given[place] for place in meaning.arguments)
+        if len(states) > 1:
+            states = NamedStates([self.name(p) for p in meaning.arguments], states)
+        return states, Rest(without(args, meaning.arguments), meaning)
+
+    def call(self, states: Sequence[Any], batch: Rest) -> Any:
         """Calls the plain step with its arguments in its own order."""
-        named = batch[-1] if batch and isinstance(batch[-1], Named) else {}
-        args = list(batch[:-1] if named else batch)
-        for position, state in sorted(
-            zip(self.state_argnums, states, strict=True), key=lambda pair: pair[0]
-        ):
-            args.insert(position, state)
-        return self.step(*args, **named)
+        return self.call_with(*rejoined(states, batch))
+
+    def call_with(self, *args: Any) -> Any:
+        """Calls the plain step; arguments that have to be named come last, together."""
+        if args and isinstance(args[-1], Named):
+            return self.step(*args[:-1], **args[-1])
+        return self.step(*args)
+
+    def name(self, place: Position) -> str:
+        """What the step calls an argument."""
+        if isinstance(place, str):
+            return place
+        names = parameter_names(self.step)
+        return names[place] if place < len(names) else str(place)
+
+    def _refuse_count(
+        self, given: Collection[Position], states: Sequence[Position]
+    ) -> NoReturn:
+        count, last = len(given), max(map(str, states))
+        raise ShardingError(
+            f"{step_name()} was called with {count} argument{'s' * (count != 1)}, but "
+            f"its state is argument {last} "
+            f"(state_argnums={', '.join(map(str, states))}).\n{called()}"
+            "Pass the state there, or give fully_shard its position."
+        )
+
+    def _find(self, args: tuple[Any, ...], axes: Axes) -> StateArguments:
+        """Traces the step to find which arguments come back. Where it cannot be traced,
+        the first is taken for the state, and planning says what is wrong."""
+        try:
+            leaves, treedef = leaves_of(args, "argument")
+            avals = jax.tree.unflatten(treedef, [leaf.aval for leaf in leaves])
+        except Exception:  # of a class of the user's, or a leaf that is no array
+            return StateArguments()
+        made = trace_once(self.call_with, avals, axes)
+        if made is None:
+            return StateArguments()
+        self.traces.clear()
+        self.traces[_key(avals)] = made
+        given = by_place(avals)
+        names = {
+            place: str(place) + f" ('{self.name(place)}')" * (self.name(place) != place)
+            for place in given
+        }
+        return find_state(given, names, made.out, made.program)
 
     def split(
         self,
@@ -104,7 +181,10 @@ class PlainStep:
         is_local: bool = False,
     ) -> tuple[Sharding, ...]:
         """How each leaf of the batch is split; shapes are local ones if `is_local`."""
-        return batch_shardings(batch, leaves, self.batch_spec, axes, is_local)
+        meaning = batch.meaning if isinstance(batch, Rest) else StateArguments()
+        return batch_shardings(
+            batch, leaves, self.batch_spec, axes, is_local, meaning.hints
+        )
 
     def planned(self, state: Side, batch: Side, axes: Axes) -> Planned:
         """The planned step for these arguments; traced once per shapes and structure,
@@ -121,15 +201,21 @@ class PlainStep:
         key = state.key, batch.key, axes, compat.configuration()
         if key not in self.plans:
             names = [leaf_name(leaf.path) for leaf in state.leaves]
+            states, rest = state.avals, Rest(batch.avals, batch.treedef.node_data()[1])
+            known = None
+            if self.traces:  # in containers that take abstract values
+                states, rest = state.opened, batch.opened
+                known = self.traces.pop(_key(rejoined(states, rest)), None)
             traced = trace(
                 self.call,
-                state.avals,
-                batch.avals,
+                states,
+                rest,
                 state.leaves,
                 batch.shardings,
                 axes,
                 names_axes=lambda: mentions(self.step, axes.names),
                 own=[self.control.of(x).per_device_state for x in names],
+                known=known,
             )
             # Primitives are traced anew to expand them.
             with compat.at_top_level(), compat.broadcasts_ranks():
@@ -144,5 +230,13 @@ class PlainStep:
                 )
             check_fallbacks(planned, self.strict)
             check_replicated(planned)
+            warn_of_axes(planned)
             self.plans[key] = planned
         return self.plans[key]
+
+
+def _key(args: tuple[Any, ...]) -> Hashable:
+    """What a trace on such arguments depends on."""
+    leaves, treedef = jax.tree.flatten(args)
+    types = ((x.shape, x.dtype, x.weak_type) for x in leaves)
+    return treedef, tuple(types), compat.configuration()

@@ -5,21 +5,25 @@ emit can run, and from it the `Plan` that people read.
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 
 from shardfn._core import compat
+from shardfn._core.automatic_axes import auto_names
 from shardfn._core.errors import (
     ReplicatedComputeWarning,
     ShardingError,
     UnsupportedPrimitiveWarning,
+    UnusedAxisWarning,
+    called,
 )
 from shardfn._core.leaf_options import NOTHING_ASKED, Control
 from shardfn._core.leaves import Leaf, leaf_name
 from shardfn._core.limits import REPLICATED_FLOPS, REPLICATED_SHARE
-from shardfn._core.program import aval_of
+from shardfn._core.program import Program, aval_of
 from shardfn._core.sharding import Axes, Sharding, stored_shape
 from shardfn._lowering.interpreter import emit
 from shardfn._lowering.planned_program import Planned
@@ -66,13 +70,17 @@ def plan_traced(
     control.check(names)
     asked, control = control, control.on(axes.names[-1], axes.sizes[-1])
     shapes = [aval.shape for aval in traced.jaxpr.in_avals]
-    arguments = [
-        argument(shape, sharding, is_state=i < len(stored))
-        for i, (shape, sharding) in enumerate(
-            zip(shapes, (*stored, *batch), strict=True)
-        )
-    ]
+    arguments: list[Any] = [None] * len(shapes)
+    for k, (i, sharding) in enumerate(
+        zip(traced.given, (*stored, *batch), strict=True)
+    ):
+        arguments[i] = argument(shapes[i], sharding, is_state=k < len(stored))
     program = make_program(traced.jaxpr, arguments)
+    program = replace(
+        program,
+        inputs=tuple(program.inputs[i] for i in traced.given),
+        outputs=tuple(program.outputs[j] for j in traced.order),
+    )
     program = name_leaves(
         program,
         [*names, *[""] * (len(program.inputs) - len(names))],
@@ -82,6 +90,8 @@ def plan_traced(
     others = program.outputs[len(stored) :]
     inputs = (*stored, *batch)
     required: list[Sharding | None] = [*stored, *[None] * len(others)]
+    for j, i in traced.kept:
+        required[j] = inputs[i]
     body = propagate(program, inputs, required, axes, min_size, control)
     for j, atom in enumerate(others, start=len(stored)):
         sharding, shape = body.output_shardings[j], aval_of(program, atom).shape
@@ -95,7 +105,60 @@ def plan_traced(
     given, made = [*autos, *[()] * len(batch)], [*autos, *[()] * len(others)]
     body = split_automatically(program, body, given, made)
     body = schedule(program, body, control, axes)
-    return Planned(traced, program, body, state, stored, axes, asked)
+    unused = _unused_axes(program, state, axes)
+    notes = (
+        *traced.meaning.notes,
+        *_nothing_sharded(state, stored, axes, min_size),
+        *(f"mesh axis {n}={size} is left to XLA, unused" for n, size in unused),
+    )
+    return Planned(traced, program, body, state, stored, axes, asked, notes, unused)
+
+
+def _nothing_sharded(
+    state: Sequence[Leaf], stored: Sequence[Sharding], axes: Axes, min_size: int
+) -> list[str]:
+    """The line that says why no leaf of the state is sharded, if none is."""
+    if axes.devices == 1 or any(s != axes.replicated for s in stored):
+        return []
+    largest = max((leaf.aval.size for leaf in state), default=0)
+    why = f"the largest has {largest} elements, and min_size={min_size}"
+    if largest >= min_size:
+        why = "shard= leaves them whole, or no dimension can be split"
+    return [f"no leaf of the state is sharded: {why}"]
+
+
+def _unused_axes(
+    program: Program, leaves: Sequence[Leaf], axes: Axes
+) -> tuple[tuple[str, int], ...]:
+    """Mesh axes of several devices that are left to XLA, and that neither the state nor
+    a constraint in the program is split over."""
+    if any(leaf.auto is None for leaf in leaves):
+        return ()
+    used = {*axes.names, *_constrained(program)}
+    used = used.union(*(auto_names(leaf.auto or ()) for leaf in leaves))
+    return tuple((n, size) for n, size in axes.mesh if size > 1 and n not in used)
+
+
+def _constrained(program: Program) -> Iterator[str]:
+    """The mesh axes that constraints in a program name."""
+    for node in program.nodes:
+        for entry in getattr(node.eqn.params.get("sharding"), "spec", None) or ():
+            yield from entry if isinstance(entry, tuple) else (entry,)
+        for body in node.bodies:
+            yield from _constrained(body)
+
+
+def warn_of_axes(planned: Planned) -> None:
+    """Warns of mesh axes that the batch is not split over, nor anything else."""
+    for name, size in planned.unused:
+        over = (*(n for n, _ in planned.unused if n == name), *planned.axes.names)
+        warnings.warn(
+            f"nothing is split over mesh axis '{name}': its {size} devices all compute "
+            f"the same.\n{called()}Pass axis={over} to fully_shard to split the batch "
+            "over it, too, or make a mesh without it.",
+            UnusedAxisWarning,
+            stacklevel=2,
+        )
 
 
 def plan_init(
@@ -139,6 +202,7 @@ def describe(planned: Planned, *, fingerprint: bool = True) -> Plan:
         planned.control,
         fingerprint_of(planned.program) if fingerprint else "",
         planned.state,
+        planned.notes,
     )
 
 

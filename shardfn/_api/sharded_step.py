@@ -15,11 +15,12 @@ from jax.sharding import Mesh
 
 from shardfn._api.aot import report_on
 from shardfn._api.call_cache import Kind, Ready, apart, types_of
-from shardfn._api.compiled_steps import Programs
+from shardfn._api.compiled_steps import Programs, caches_apart, given
 from shardfn._api.plain_step import PlainStep
 from shardfn._api.planner import describe
 from shardfn._core import compat, processes
 from shardfn._core.automatic_axes import made_by
+from shardfn._core.call_arguments import Rest, new_leaves
 from shardfn._core.errors import (
     ShardingError,
     VerificationWarning,
@@ -60,7 +61,14 @@ class ShardedStep:
         sizes = zip(self.storage.axes.names, self.storage.axes.sizes, strict=True)
         over = ", ".join(f"{axis}={size}" for axis, size in sizes)
         name = getattr(self.plain.step, "__name__", "step")
-        return f"ShardedStep({name} over {over})"
+        found = (m.notes[0] for m in self.plain.found.values() if m.notes)
+        unused = (
+            f"{axis}={size} unused"
+            for planned in self.plain.plans.values()
+            for axis, size in planned.unused
+        )
+        known = dict.fromkeys((f"{name} over {over}", *found, *unused))
+        return f"ShardedStep({'; '.join(known)})"
 
     @property
     def plain(self) -> PlainStep:
@@ -102,7 +110,7 @@ class ShardedStep:
             step is not as planned and `verify` is `"error"`; the message says which
             leaf or line, and what to do. The state stays usable.
         """
-        states, batch = self.plain.divide(args, named)
+        states, batch = self.plain.divide(args, named, self.storage.axes)
         stored, state_tree = jax.tree.flatten(states)
         flat_batch, batch_tree = jax.tree.flatten(batch)
         key = self._key(state_tree, batch_tree, flat_batch)
@@ -118,15 +126,17 @@ class ShardedStep:
                 self._ready[key] = ready
         if ready.donates:
             stored = apart(stored, placed, oldest)
+            placed = caches_apart(batch, placed)
         try:
-            out = ready.run(stored, jax.tree.unflatten(batch_tree, placed))
+            out = ready.run(*given(stored, batch, placed))
         except jax.errors.UnexpectedTracerError as error:
             raise leaked_tracer() from error
         flat, tree = jax.tree.flatten(out)
-        new, rest = flat[: len(stored)], flat[len(stored) :]
-        return jax.tree.unflatten(
-            tree, [*ready.leaves(new), *self.storage.hand_back(rest)]
-        )
+        new = new_leaves(tree, batch.meaning)
+        flat = self.storage.hand_back(flat, new, flat_batch)
+        for i, x in zip(new, ready.leaves([flat[i] for i in new]), strict=True):
+            flat[i] = x
+        return jax.tree.unflatten(tree, flat)
 
     @names_step
     def lower(self, *args: Any, **named: Any) -> jax.stages.Lowered:
@@ -139,7 +149,9 @@ class ShardedStep:
         Returns:
           The lowered step, ready for `.compile()`.
         """
-        return self.programs.traced(*self.plain.divide(args, named)).lower()
+        return self.programs.traced(
+            *self.plain.divide(args, named, self.storage.axes)
+        ).lower()
 
     @names_step
     def plan(self, *args: Any, **named: Any) -> Plan:
@@ -152,7 +164,7 @@ class ShardedStep:
         Returns:
           A frozen plan; print it, compare it, or read its fields.
         """
-        states, batch = self.plain.divide(args, named)
+        states, batch = self.plain.divide(args, named, self.storage.axes)
         leaves, treedef = self.storage.leaves(states)
         return describe(self.programs.planned(leaves, treedef, batch))
 
@@ -202,7 +214,7 @@ class ShardedStep:
             mesh_shape = sizes
         progress("describing devices")
         there = targets.mesh(target, names, mesh_shape)
-        states, batch = self.plain.divide(args, named)
+        states, batch = self.plain.divide(args, named, self.storage.axes)
         leaves, treedef = self.storage.leaves(states)
         batch_leaves, batch_tree = self.storage.batch_leaves(batch)
         moved = replace(self.programs, storage=self.storage.on(there), _jitted={})
@@ -363,7 +375,7 @@ class ShardedStep:
         return lambda *args: with_device_rows(init_fn(*args), axes, control)
 
     def _prepare(
-        self, states: tuple[Any, ...], batch: tuple[Any, ...]
+        self, states: tuple[Any, ...], batch: Rest
     ) -> tuple[Ready, list[Any], list[Any]]:
         """The long way of a call: checks and places its leaves.
 
@@ -382,7 +394,7 @@ class ShardedStep:
         )
         padded = (i for i, k in enumerate(kinds) if k.is_padded and not whole)
         ready = Ready(
-            run=self.programs.jitted(leaves, treedef, whole),
+            run=self.programs.jitted(leaves, treedef, batch.meaning, whole),
             kinds=kinds,
             padded=tuple(padded),
             batch=tuple(
@@ -395,9 +407,9 @@ class ShardedStep:
         program = treedef, batch_tree, kinds, storage.home, compat.configuration()
         if program not in self._checked:
             is_real = not whole
-            given = jax.tree.unflatten(batch_tree, placed)
-            planned = functools.partial(self.programs.planned, leaves, treedef, given)
-            lowered = functools.partial(ready.run.lower, stored, given)
+            rest = jax.tree.unflatten(batch_tree, placed)
+            planned = functools.partial(self.programs.planned, leaves, treedef, rest)
+            lowered = functools.partial(ready.run.lower, *given(stored, batch, placed))
             if self.verify != "off" and is_real:
                 self._check_compiled(lowered(), planned())
             group = processes.of(self.mesh.devices.flat)

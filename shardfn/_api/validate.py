@@ -51,11 +51,15 @@ def check_axis(axis: Any) -> tuple[str, ...]:
     return tuple(names)
 
 
-def check_argnums(argnums: Any) -> tuple[int, ...]:
-    """The positions of the state."""
-    given = (argnums,) if _count(argnums) is not None else argnums
+def check_argnums(argnums: Any) -> tuple[int, ...] | None:
+    """The positions of the state; None if they are to be found."""
+    if isinstance(argnums, str) and argnums == "auto":
+        return None
+    given: Any = (argnums,) if _count(argnums) is not None else argnums
     if not _is_list(given, lambda n: _count(n) is not None):
-        advice = "Pass the state's position counted from 0, or a tuple of several."
+        advice = (
+            "Pass the state's position counted from 0, a tuple of several, or 'auto'."
+        )
         cannot_be("state_argnums", argnums, advice)
     numbers = tuple(operator.index(n) for n in given)
     if len(set(numbers)) < len(numbers):

@@ -41,6 +41,10 @@ class ReplicatedComputeWarning(UserWarning):
     """Most of what a device computes is the same on every device."""
 
 
+class UnusedAxisWarning(UserWarning):
+    """Nothing is split over an axis of the mesh."""
+
+
 class VerificationWarning(UserWarning):
     """A compiled step moves something else than its plan says."""
 

@@ -33,6 +33,8 @@ class Planned:
       stored: their shardings.
       axes: the mesh axes.
       control: what was asked of the moves of state leaves.
+      notes: what people should know of its arguments and of the mesh.
+      unused: mesh axes that nothing is split over, and their devices.
     """
 
     traced: Traced
@@ -42,6 +44,8 @@ class Planned:
     stored: tuple[Sharding, ...]
     axes: Axes
     control: Control
+    notes: tuple[str, ...] = ()
+    unused: tuple[tuple[str, int], ...] = ()
 
     @property
     def input_avals(self) -> list[Any]:

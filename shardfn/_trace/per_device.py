@@ -13,6 +13,7 @@ import jax
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from shardfn._core import compat
+from shardfn._core.call_arguments import Path, has_part, part
 from shardfn._core.errors import (
     ShardingError,
     called,
@@ -23,7 +24,7 @@ from shardfn._core.errors import (
 )
 from shardfn._core.sharding import Axes, Sharding, Split, axes_of
 
-GlobalStep = Callable[[tuple[Any, ...], tuple[Any, ...]], Any]
+GlobalStep = Callable[[Any, Any], Any]
 
 
 def unbound_axis(error: NameError) -> str | None:
@@ -61,7 +62,7 @@ def as_global(
     step: GlobalStep,
     axes: Axes,
     split: Sequence[Sharding],
-    states: int,
+    states: Sequence[Path],
     own: Sequence[bool] = (),
 ) -> GlobalStep:
     """The global step that a per-device step stands for.
@@ -70,7 +71,7 @@ def as_global(
       step: per-device step, called as `step(states, batch)` on one device's batch.
       axes: the mesh axes whose names the step uses.
       split: shardings of the global batch's leaves.
-      states: how many leading results are the new states.
+      states: where in what the step returns the new states are.
       own: per leaf of the states, whether it has a row for each device, which the step
         sees alone.
 
@@ -84,7 +85,7 @@ def as_global(
         mapped = _check_states(mapped, states, own, len(axes.names))
         out = _over_devices(step, axes, split, own, mapped)(old, batch)
         joined = jax.tree.map(_joined, out, mapped)
-        return _with_rows(joined, out, own, len(axes.names))
+        return _with_rows(joined, out, states, own, len(axes.names))
 
     return run
 
@@ -97,10 +98,14 @@ def _joined(x: jax.Array, levels: tuple[bool, ...]) -> jax.Array:
     return x.reshape(-1, *x.shape[count + 1 :])
 
 
-def _with_rows(joined: Any, out: Any, own: Sequence[bool], levels: int) -> Any:
+def _with_rows(
+    joined: Any, out: Any, states: Sequence[Path], own: Sequence[bool], levels: int
+) -> Any:
     """`joined`, where each device's own leaves of the state are rows."""
     leaves, treedef = jax.tree.flatten(joined)
-    for i, (x, is_own) in enumerate(zip(jax.tree.leaves(out), own, strict=False)):
+    made = jax.tree.leaves(out)
+    for i, is_own in zip(_leaves_at(out, states), own, strict=False):
+        x = made[i]
         if is_own:
             leaves[i] = x.reshape(-1, *x.shape[levels:])
     return jax.tree.unflatten(treedef, leaves)
@@ -225,15 +230,26 @@ def _check_keys(jaxpr: Any) -> None:
             )
 
 
-def _check_states(mapped: Any, states: int, own: Sequence[bool], levels: int) -> Any:
+def _leaves_at(tree: Any, states: Sequence[Path]) -> list[int]:
+    """Which leaves of what the step returns are those of the new states."""
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_levels)
+    numbers = jax.tree.unflatten(treedef, range(len(leaves)))
+    found = [part(numbers, path) for path in states if has_part(numbers, path)]
+    return jax.tree.leaves(found)
+
+
+def _check_states(
+    mapped: Any, states: Sequence[Path], own: Sequence[bool], levels: int
+) -> Any:
     """`mapped`, with all that devices keep for themselves differing between them.
 
     Raises:
       ShardingError: another leaf of the state differs.
     """
-    if not isinstance(mapped, (tuple, list)) or len(mapped) < states:
+    places = [part(mapped, path) for path in states if has_part(mapped, path)]
+    if len(places) < len(states):
         return mapped  # not a state and metrics; the trace says so
-    new = mapped[0] if states == 1 else tuple(mapped[:states])
+    new = places[0] if len(places) == 1 else tuple(places)
     flat, _ = tree_flatten_with_path(new, is_leaf=_is_levels)
     is_own = own if len(own) == len(flat) else [False] * len(flat)
     names = [keystr(path, simple=True, separator="/") or "state" for path, _ in flat]
@@ -245,7 +261,7 @@ def _check_states(mapped: Any, states: int, own: Sequence[bool], levels: int) ->
     if differing:
         _refuse_differing(differing, names)
     leaves, treedef = jax.tree.flatten(mapped, is_leaf=_is_levels)
-    for i, kept in enumerate(is_own):
+    for i, kept in zip(_leaves_at(mapped, states), is_own, strict=True):
         leaves[i] = (True,) * levels if kept else leaves[i]
     return jax.tree.unflatten(treedef, leaves)
 

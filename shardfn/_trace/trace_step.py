@@ -10,11 +10,21 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import jax
+import numpy as np
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten_with_path
 
 from shardfn._core import compat
+from shardfn._core.call_arguments import (
+    NamedStates,
+    Rest,
+    StateArguments,
+    by_place,
+    new_leaves,
+    part,
+    rejoined,
+)
 from shardfn._core.errors import (
     UNKNOWN,
     ShardingError,
@@ -26,8 +36,10 @@ from shardfn._core.errors import (
     where_in,
 )
 from shardfn._core.leaves import Leaf, leaf_name, path_name
+from shardfn._core.program import Program
 from shardfn._core.sharding import Axes, Sharding, partition_spec
-from shardfn._trace.containers import Closed, close, on_closed
+from shardfn._trace.containers import Closed, close, on_closed, opened
+from shardfn._trace.jaxpr_to_program import make_program
 from shardfn._trace.per_device import GlobalStep, as_global, reaches_axis, unbound_axis
 
 
@@ -36,23 +48,77 @@ class Traced:
     """A traced step.
 
     Attributes:
-      jaxpr: closed jaxpr on logical global shapes.
+      jaxpr: closed jaxpr on logical global shapes, of the step's arguments in their own
+        order. A plan's order is: the state's leaves and the batch's in, the new
+        state's and the others out.
       out_tree: structure of what the step returns.
+      given: for each of those, which argument of the jaxpr it is.
+      order: for each output, which leaf of that it is.
+      meaning: what the step's arguments are.
+      kept: `(output, input)` for every leaf of a cache, which stays split as it is.
     """
 
     jaxpr: Any
     out_tree: Any
+    given: tuple[int, ...]
+    order: tuple[int, ...]
+    meaning: StateArguments
+    kept: tuple[tuple[int, int], ...] = ()
+
+    def returned(self, out: Sequence[Any]) -> Any:
+        """What the step returns, of its outputs."""
+        leaves: list[Any] = [None] * len(self.order)
+        for i, x in zip(self.order, out, strict=True):
+            leaves[i] = x
+        return jax.tree.unflatten(self.out_tree, leaves)
+
+
+@dataclass(slots=True)
+class Trace:
+    """A trace of the step's arguments in their own order.
+
+    Attributes:
+      jaxpr: the closed jaxpr.
+      out: what the step returns, a pytree of `ShapeDtypeStruct`.
+      is_global: whether the step is one on global arrays.
+    """
+
+    jaxpr: Any
+    out: Any
+    is_global: bool = True
+    _program: Program | None = None
+
+    def program(self) -> Program:
+        """The jaxpr as a program."""
+        if self._program is None:
+            with compat.at_top_level():  # primitives are traced anew to expand them
+                self._program = make_program(self.jaxpr)
+        return self._program
+
+
+def trace_once(step: Callable[..., Any], args: Any, axes: Axes) -> Trace | None:
+    """The trace of `step` on `args`, or None if it fails. Of a step per device only
+    what it returns is as it will be: it is traced on the global batch."""
+    for is_global in (True, False):
+        bound = [] if is_global else zip(axes.names, axes.sizes, strict=True)
+        with contextlib.suppress(Exception), compat.at_top_level():
+            jaxpr, out = jax.make_jaxpr(step, axis_env=[*bound], return_shape=True)(
+                *args
+            )
+            return Trace(compat.without_refs(jaxpr), out, is_global)
+    return None
 
 
 def trace(
     step: GlobalStep,
     states: tuple[Any, ...],
-    batch: tuple[Any, ...],
+    batch: Rest,
     leaves: Sequence[Leaf],
     split: Sequence[Sharding],
     axes: Axes,
     names_axes: Callable[[], bool],
     own: Sequence[bool] = (),
+    known: Trace | None = None,
 ) -> Traced:
     """Traces `step` and checks that it returns a state like the one it takes.
 
@@ -65,6 +131,7 @@ def trace(
       axes: the mesh axes. A step that uses their names is a step for one device.
       names_axes: whether their names occur in the step's code.
       own: per leaf of `states`, whether each device keeps its own row of it.
+      known: a trace on these arguments in the step's own order.
 
     Returns:
       The traced step.
@@ -80,25 +147,70 @@ def trace(
             f"{called()}"
             f'Turn it off: jax.config.update("{flags[0]}", False).'
         )
+    meaning = batch.meaning
+    if any(own) or (known is not None and not known.is_global):
+        known = None
     mesh = jax.sharding.get_abstract_mesh()
-    structures: list[Any] = []
-    step = on_closed(step, structures)
-    states, batch = tuple(map(close, states)), tuple(map(close, batch))
-    try:
-        with compat.at_top_level():
-            try:
-                jaxpr, out = _jaxpr(step, states, batch, split, axes, names_axes, own)
-            except ValueError as error:
-                if not (compat.has_types(mesh) and compat.lacks_mesh(error)):
-                    raise
-                jaxpr, out = _typed_jaxpr(step, states, batch, split, axes, mesh)
-    except jax.errors.UnexpectedTracerError as error:
-        raise leaked_tracer() from error
-    jaxpr = compat.without_refs(jaxpr)
-    _check_effects(jaxpr)
-    _check_not_mapped(jaxpr)
-    _check_state(out, states, leaves)
-    return Traced(jaxpr, structures[-1])
+    if known is None:
+        structures: list[Any] = []
+        run = on_closed(lambda old, rest: step(old, Rest(rest, meaning)), structures)
+        closed = tuple(map(close, states)), Rest([*map(close, batch)], meaning)
+        try:
+            with compat.at_top_level():
+                try:
+                    made, out = _jaxpr(run, *closed, split, axes, names_axes, own)
+                except ValueError as error:
+                    if not (compat.has_types(mesh) and compat.lacks_mesh(error)):
+                        raise
+                    made, out = _typed_jaxpr(run, *closed, split, axes, mesh)
+                known = Trace(compat.without_refs(made), out)
+                out_tree = structures[-1]
+        except jax.errors.UnexpectedTracerError as error:
+            raise leaked_tracer() from error
+        given = range(len(jax.tree.leaves((states, batch))))
+        if meaning.results is None:
+            states = closed[0]
+        else:  # found in these containers, so they take abstract values
+            states = tuple(map(opened, states))
+            known.out = jax.tree.unflatten(out_tree, jax.tree.leaves(out))
+    else:
+        out_tree = jax.tree.structure(known.out)
+        given = _order_given(states, batch)
+    _check_effects(known.jaxpr)
+    _check_not_mapped(known.jaxpr)
+    _check_state(known.out, states, meaning, leaves)
+    new = new_leaves(out_tree, meaning)
+    rest = sorted({*range(out_tree.num_leaves)} - {*new})
+    order = (*new, *rest)
+    kept = _kept_leaves(states, batch, out_tree, order)
+    return Traced(known.jaxpr, out_tree, tuple(given), order, batch.meaning, kept)
+
+
+def _kept_leaves(
+    states: Sequence[Any], batch: Rest, out_tree: Any, order: Sequence[int]
+) -> tuple[tuple[int, int], ...]:
+    """`Traced.kept`."""
+    if not batch.meaning.caches:
+        return ()
+    leaves, treedef = jax.tree.flatten((states, batch))
+    given = by_place(rejoined(*jax.tree.unflatten(treedef, range(len(leaves)))))
+    made = jax.tree.unflatten(out_tree, np.argsort(order))
+    return tuple(
+        (int(j), i)
+        for place, path in batch.meaning.caches
+        for i, j in zip(
+            jax.tree.leaves(given[place]),
+            jax.tree.leaves(part(made, path)),
+            strict=True,
+        )
+    )
+
+
+def _order_given(states: Sequence[Any], batch: Rest) -> list[int]:
+    """For each leaf of the state and then the batch, which it is of all arguments."""
+    leaves, treedef = jax.tree.flatten((states, batch))
+    numbers = jax.tree.unflatten(treedef, range(len(leaves)))
+    return [int(i) for i in np.argsort(jax.tree.leaves(rejoined(*numbers)))]
 
 
 def leaked_tracer() -> ShardingError:
@@ -137,7 +249,7 @@ def _typed_jaxpr(
 def _jaxpr(
     step: GlobalStep,
     states: tuple[Any, ...],
-    batch: tuple[Any, ...],
+    batch: Rest,
     split: Sequence[Sharding],
     axes: Axes,
     names_axes: Callable[[], bool],
@@ -149,7 +261,7 @@ def _jaxpr(
     be too, if it spells out local shapes before it names an axis: it is if it comes to
     name one on the batch of one device, and works so. Any other failure is the user's.
     """
-    local = as_global(step, axes, split, len(states), own)
+    local = as_global(step, axes, split, batch.meaning.places, own)
     try:
         if any(own):
             return jax.make_jaxpr(local, return_shape=True)(states, batch)
@@ -231,13 +343,17 @@ def _place_of_effect(jaxpr: Any) -> str:
     return UNKNOWN
 
 
-def _check_state(out: Any, states: Sequence[Any], leaves: Sequence[Leaf]) -> None:
+def _check_state(
+    out: Any, states: Sequence[Any], meaning: StateArguments, leaves: Sequence[Leaf]
+) -> None:
     """Raises if the new state is not like the old one."""
-    number = len(states)
-    if not isinstance(out, (tuple, list)) or len(out) < number:
+    is_first = meaning.results is None
+    if is_first and (not isinstance(out, (tuple, list)) or len(out) < len(states)):
         _no_state(out, states, leaves)
-    new = out[0] if number == 1 else tuple(out[:number])
-    old = states[0] if number == 1 else tuple(states)
+    new: Any = tuple(part(out, path) for path in meaning.places)
+    new, old = (new[0], states[0]) if len(states) == 1 else (new, states)
+    if isinstance(states, NamedStates):
+        new = NamedStates(states.names, new)
     new_flat, new_tree = tree_flatten_with_path(new)
     _, old_tree = tree_flatten_with_path(old)
     if new_tree != old_tree:
@@ -278,7 +394,10 @@ def _no_state(out: Any, states: Sequence[Any], leaves: Sequence[Leaf]) -> NoRetu
     form = jax.tree.structure(states[0])
     if number == 1 and form in map(jax.tree.structure, results):
         at = list(map(jax.tree.structure, results)).index(form)
-        advice = f"Result {at} has the state's form: return it first."
+        advice = (
+            f"Result {at} has the state's form: return it first, or leave "
+            "state_argnums out."
+        )
     elif len(results) < number:
         advice += (
             " One that changes modules in place (flax.nnx) takes nnx.split of them, "

@@ -44,6 +44,7 @@ def make_plan(
     control: Control,
     fingerprint: str,
     state: Sequence[Leaf],
+    notes: tuple[str, ...] = (),
 ) -> Plan:
     """Describes a planned step.
 
@@ -54,6 +55,7 @@ def make_plan(
       control: what was asked of the moves of state leaves.
       fingerprint: what identifies the traced step; see `_program_hash`.
       state: leaves of the state.
+      notes: what people should know besides.
 
     Returns:
       The plan with its collectives and M.
@@ -72,6 +74,7 @@ def make_plan(
         program=fingerprint,
         control=control,
         work=work_of(program, body, axes),
+        notes=notes,
     )
 
 

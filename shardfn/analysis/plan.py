@@ -31,6 +31,8 @@ class Plan:
       program: fingerprint of the traced step and of the arrays it captured.
       control: what was asked of the moves of state leaves.
       work: the FLOPs of one device, and those of them that every device repeats.
+      notes: which arguments are state, where that had to be found, and what of the mesh
+        is not used.
     """
 
     axes: Axes
@@ -40,6 +42,7 @@ class Plan:
     program: str
     control: Control = Control()
     work: Work = Work()
+    notes: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def wire_bytes(self) -> int:
@@ -87,6 +90,7 @@ class Plan:
         return verify(self.collectives, self.axes, text, platform)
 
     def __str__(self) -> str:
-        return table(
+        lines = table(
             self.collectives, self.axes, self.parameter_bytes, self.control, self.work
         )
+        return "\n".join([lines, *self.notes])

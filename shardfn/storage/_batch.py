@@ -37,8 +37,8 @@ class Uneven:
         return "rows" if self.dim == 0 else f"elements in dimension {self.dim}"
 
 
-def refuse_uneven(leaves: Sequence[Uneven]) -> NoReturn:
-    """Raises for leaves of which there is at least one."""
+def refuse_uneven(leaves: Sequence[Uneven], hints: Sequence[str] = ()) -> NoReturn:
+    """Raises for leaves of which there is at least one; `hints` may say why."""
     first, *others = leaves
     axis = " x ".join(f"'{name}'" for name in first.axes)
     also = ", ".join(f"'{x.name}' with {x.size} {x.unit}" for x in others[: SHOWN - 1])
@@ -49,6 +49,7 @@ def refuse_uneven(leaves: Sequence[Uneven]) -> NoReturn:
         f"devices on mesh {'axis' if len(first.axes) == 1 else 'axes'} {axis} cannot "
         "split evenly.\n"
         + (f"  nor can they {also}\n" if others else "")
+        + "".join(f"  {hint}\n" for hint in hints)
         + called()
         + f"Pad the batch to {-(-max(first.size, 1) // first.count) * first.count} "
         f"{first.unit} and mask the loss, or pass {_whole(leaves)} to replicate "

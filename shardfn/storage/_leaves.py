@@ -85,6 +85,7 @@ def batch_shardings(
     spec: Any,
     axes: Axes,
     is_local: bool = False,
+    hints: Sequence[str] = (),
 ) -> tuple[Sharding, ...]:
     """How every batch leaf is split.
 
@@ -94,6 +95,7 @@ def batch_shardings(
       spec: the caller's `batch_spec`, or None.
       axes: the mesh axes; the batch is split over all of them.
       is_local: whether leaves have the shapes of one device's part.
+      hints: what is known of arguments that might be none of the batch, for errors.
 
     Returns:
       One sharding per leaf: dimension 0 split unless `spec` says otherwise; scalars and
@@ -107,7 +109,7 @@ def batch_shardings(
         for leaf, one in zip(leaves, specs, strict=True)
     )
     if uneven:
-        refuse_uneven(uneven)
+        refuse_uneven(uneven, hints)
     return split
 
 

@@ -31,6 +31,12 @@ def home(mesh: Mesh, given: Mesh) -> Mesh:
     return given if is_set else mesh
 
 
+def is_placed_on(mesh: Mesh, x: Any) -> bool:
+    """Whether `x` is an array with values that is placed on the mesh."""
+    is_concrete = type(x) in compat.CONCRETE_ARRAYS
+    return is_concrete and getattr(x.sharding, "mesh", None) == mesh
+
+
 def only(sharding: SingleDeviceSharding) -> Mesh:
     """The mesh of one device."""
     (device,) = sharding.device_set

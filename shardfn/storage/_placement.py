@@ -5,7 +5,7 @@ In: pytrees as users hold them. Out: leaves on logical shapes, and arrays as sto
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -26,7 +26,14 @@ from shardfn._core.leaves import Leaf
 from shardfn._core.sharding import Axes, Sharding, stored_shape
 from shardfn.storage._layout import partition, with_moments
 from shardfn.storage._leaves import leaves_of
-from shardfn.storage._mesh_context import automatic, beside, home, moved, only
+from shardfn.storage._mesh_context import (
+    automatic,
+    beside,
+    home,
+    is_placed_on,
+    moved,
+    only,
+)
 from shardfn.storage._padding import to_stored, to_whole
 from shardfn.storage._stored_array import StoredArray, stored_array, whole_sharding
 
@@ -235,15 +242,27 @@ class Storage:
             for x, leaf in zip(arrays, leaves, strict=True)
         ]
 
-    def hand_back(self, out: Sequence[Any]) -> list[Any]:
-        """Results on the caller's mesh, so that they mix with its own arrays."""
+    def hand_back(
+        self, out: Sequence[Any], new: Collection[int], batch: Sequence[Any]
+    ) -> list[Any]:
+        """Results on the mesh of the states, or on the caller's, if that is where the
+        arrays of its batch are: they mix with those.
+
+        Args:
+          out: the leaves that the step returned.
+          new: which of them are the new state.
+          batch: the leaves of the batch, as the caller gave them.
+        """
+        here = self.home
         if self.given == self.mesh:
             return list(out)
+        there = self.given if any(is_placed_on(self.given, x) for x in batch) else here
         return [
             x
-            if compat.is_traced(x)
-            else jax.device_put(x, NamedSharding(self.given, x.sharding.spec))
-            for x in out
+            if compat.is_traced(x) or x.sharding.mesh == mesh
+            else jax.device_put(x, NamedSharding(mesh, x.sharding.spec))
+            for i, x in enumerate(out)
+            for mesh in (here if i in new else there,)
         ]
 
     def whole_on(self, process: int, states: tuple[Any, ...]) -> Any:

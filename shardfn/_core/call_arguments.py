@@ -1,0 +1,209 @@
+"""What the arguments of a call are: which are state, where they come back.
+
+In: arguments as they were passed. Out: the state arguments and the others, and back;
+places in what a step returns.
+"""
+
+import functools
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.tree_util import DictKey, SequenceKey, tree_flatten_with_path
+
+Position = int | str
+"""Of an argument; its name, if it has no position."""
+Path = tuple[Any, ...]
+"""Keys that lead to a part of what a step returns."""
+
+DEPTH = 3
+"""How deep in what a step returns a state may lie: `((params, opt_state), loss)`."""
+
+NO_PART: Any = object()
+FIRST: Path = (SequenceKey(0),)
+
+
+@dataclass(frozen=True, slots=True)
+class StateArguments:
+    """What the arguments of a step are.
+
+    Attributes:
+      arguments: positions of those that are state.
+      results: where each comes back; None if the first results are the new states.
+      caches: positions of arguments of the batch that come back written in place, and
+        where.
+      hints: those of them that are not of the state.
+      notes: for people: what was found, and what comes back but is not state.
+    """
+
+    arguments: tuple[Position, ...] = (0,)
+    results: tuple[Path, ...] | None = None
+    caches: tuple[tuple[Position, Path], ...] = ()
+    notes: tuple[str, ...] = ()
+    hints: tuple[str, ...] = ()
+
+    @property
+    def places(self) -> tuple[Path, ...]:
+        """Where each state comes back."""
+        if self.results is not None:
+            return self.results
+        return tuple((SequenceKey(i),) for i in range(len(self.arguments)))
+
+
+def children(tree: Any) -> dict[Any, Any] | None:
+    """The children of the root of a pytree by key; None for a leaf."""
+    flat, _ = tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
+    return {path[0]: x for path, x in flat} if all(path for path, _ in flat) else None
+
+
+def part(tree: Any, path: Path) -> Any:
+    """The part of a pytree at a path."""
+    for key in path:
+        tree = (children(tree) or {})[key]
+    return tree
+
+
+def has_part(tree: Any, path: Path) -> bool:
+    """Whether a pytree has a part at a path."""
+    for key in path:
+        tree = (children(tree) or {}).get(key, NO_PART)
+    return tree is not NO_PART
+
+
+def parts(tree: Any, depth: int = DEPTH) -> list[tuple[Path, Any]]:
+    """The parts of a pytree and their paths, itself first, those further in last."""
+    found, level = [((), tree)], [((), tree)]
+    for _ in range(depth):
+        level = [
+            ((*path, key), child)
+            for path, outer in level
+            for key, child in (children(outer) or {}).items()
+        ]
+        found += level
+    return found
+
+
+@functools.lru_cache(maxsize=64)
+def new_leaves(out_tree: Any, meaning: StateArguments) -> tuple[int, ...]:
+    """Which leaves of what the step returns are those of the new state, in order."""
+    if meaning.results is None and out_tree.num_nodes > 1:
+        first = out_tree.children()[: len(meaning.arguments)]
+        return tuple(range(sum(child.num_leaves for child in first)))
+    numbers = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
+    return tuple(jax.tree.leaves([part(numbers, path) for path in meaning.places]))
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Named(dict[str, Any]):
+    """Arguments that have no position: an argument of their own, the last one."""
+
+    def tree_flatten_with_keys(self) -> tuple[list[Any], tuple[str, ...]]:
+        """Their values in the order of their names."""
+        names = tuple(sorted(self))
+        return [(DictKey(name), self[name]) for name in names], names
+
+    @classmethod
+    def tree_unflatten(cls, names: tuple[str, ...], values: Sequence[Any]) -> "Named":
+        return cls(zip(names, values, strict=True))
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class NamedStates(tuple[Any, ...]):
+    """Several state arguments, whose leaves are called after the arguments."""
+
+    names: tuple[str, ...]
+
+    def __new__(cls, names: Sequence[str], values: Sequence[Any]) -> "NamedStates":
+        made = super().__new__(cls, values)
+        made.names = tuple(names)
+        return made
+
+    def tree_flatten_with_keys(self) -> tuple[list[Any], tuple[str, ...]]:
+        """The arguments in order."""
+        named = zip(self.names, self, strict=True)
+        return [(DictKey(name), value) for name, value in named], self.names
+
+    @classmethod
+    def tree_unflatten(
+        cls, names: tuple[str, ...], values: Sequence[Any]
+    ) -> "NamedStates":
+        return cls(names, tuple(values))
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Rest(tuple[Any, ...]):
+    """The arguments of a call that are not state, and which those are that are."""
+
+    meaning: StateArguments
+
+    def __new__(cls, values: Sequence[Any], meaning: StateArguments) -> "Rest":
+        made = super().__new__(cls, values)
+        made.meaning = meaning
+        return made
+
+    def tree_flatten_with_keys(self) -> tuple[list[Any], StateArguments]:
+        """The arguments in order."""
+        return [(SequenceKey(i), x) for i, x in enumerate(self)], self.meaning
+
+    @classmethod
+    def tree_unflatten(cls, meaning: StateArguments, values: Sequence[Any]) -> "Rest":
+        return cls(tuple(values), meaning)
+
+
+def with_caches(
+    batch: Rest, leaves: Sequence[Any]
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The arguments that are not state, made of these leaves: the others, None where a
+    cache belongs, and the caches."""
+    made = list(jax.tree.unflatten(jax.tree.structure(tuple(batch)), leaves))
+    places = cache_places(batch.meaning)
+    caches = tuple(made[i] for i in places)
+    for i in places:
+        made[i] = None
+    return tuple(made), caches
+
+
+def cache_places(meaning: StateArguments) -> tuple[int, ...]:
+    """Positions of the caches among the arguments that are not state."""
+    before = [p for p in meaning.arguments if not isinstance(p, str)]
+    found = [p for p, _ in meaning.caches if not isinstance(p, str)]
+    return tuple(p - sum(b < p for b in before) for p in found)
+
+
+def joined(
+    batch: Sequence[Any], caches: Sequence[Any], meaning: StateArguments
+) -> Rest:
+    """What `with_caches` took apart."""
+    made = list(batch)
+    for i, cache in zip(cache_places(meaning), caches, strict=True):
+        made[i] = cache
+    return Rest(made, meaning)
+
+
+def by_place(args: Sequence[Any]) -> dict[Position, Any]:
+    """Arguments by position, and by name those that have none."""
+    if not args or not isinstance(args[-1], Named):
+        return dict(enumerate(args))
+    return {**dict(enumerate(args[:-1])), **args[-1]}
+
+
+def without(args: Sequence[Any], states: Collection[Position]) -> list[Any]:
+    """Arguments without some of them."""
+    rest = [x for i, x in enumerate(args) if i not in states]
+    if rest and isinstance(rest[-1], Named):
+        named = Named({k: v for k, v in rest.pop().items() if k not in states})
+        rest += [named] if named else []
+    return rest
+
+
+def rejoined(states: Sequence[Any], rest: Rest) -> tuple[Any, ...]:
+    """All arguments of a call in the step's own order."""
+    args, places = list(rest), rest.meaning.arguments
+    named = args.pop() if args and isinstance(args[-1], Named) else Named()
+    given = list(zip(places, states, strict=True))
+    named = Named({**named, **{k: x for k, x in given if isinstance(k, str)}})
+    positions = [(i, x) for i, x in given if not isinstance(i, str)]
+    for position, state in sorted(positions, key=lambda pair: pair[0]):
+        args.insert(position, state)
+    return (*args, named) if named else tuple(args)

@@ -1,0 +1,297 @@
+"""In: steps with any signature. Out: which of their arguments are state, and where each
+comes back: by containers, names and types, and by what becomes of each leaf.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.tree_util import keystr
+
+import shardfn
+from shardfn._core.call_arguments import StateArguments
+
+pytestmark = pytest.mark.standard_promotion
+
+OPT = optax.adam(0.1)
+
+
+def ones(*shape: int) -> jax.Array:
+    return jnp.ones(shape)
+
+
+P = {"w": ones(16, 8), "b": ones(10)}
+with jax.numpy_dtype_promotion("standard"):
+    MU = OPT.init(P)
+X = ones(8, 16)
+AE = {"e": ones(16, 4), "d": ones(4, 16)}
+CACHE = {"k": jnp.zeros((8, 5, 8)), "n": jnp.int32(0)}
+EMBED = {"embed": ones(32, 16), "w": ones(16, 8)}
+G = {"w": ones(4, 8), "o": ones(8, 16)}
+D = {"w": ones(16, 8), "o": ones(8, 1)}
+
+
+def loss(p, x):
+    return jnp.mean((x @ p["w"]) ** 2) + jnp.sum(p["b"] ** 2)
+
+
+def descend(p, g):
+    return jax.tree.map(lambda a, b: a - 0.1 * b, p, g)
+
+
+def update(p, o, x):
+    value, g = jax.value_and_grad(loss)(p, x)
+    u, o = OPT.update(g, o, p)
+    return optax.apply_updates(p, u), o, value
+
+
+def average(p, e, o, x):
+    p, o, value = update(p, o, x)
+    return p, jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, e, p), o, value
+
+
+def autoencode(p, x):
+    def error(p):
+        made = jnp.tanh(x @ p["e"]) @ p["d"]
+        return jnp.mean((made - x) ** 2), made
+
+    g, made = jax.grad(error, has_aux=True)(p)
+    return descend(p, g), made
+
+
+def linear(w, x):
+    return w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+
+
+def gan(g, d, x, z):
+    def score(d, g):
+        fake = jnp.tanh(z @ g["w"]) @ g["o"]
+        return jnp.mean(jnp.tanh(x @ d["w"]) @ d["o"]) - jnp.mean(fake @ d["w"])
+
+    d = descend(d, jax.grad(score)(d, g))
+    return descend(g, jax.grad(lambda g: -score(d, g))(g)), d, score(d, g)
+
+
+def towards(target, p, x):
+    g = jax.grad(lambda p: jnp.mean((x @ p["w"] - x @ target["w"]) ** 2))(p)
+    return descend(p, g), x.sum()
+
+
+def decode(p, cache, token):
+    k, n = jnp.tanh(p["embed"][token] @ p["w"]), cache["n"]
+    new = {"k": lax.dynamic_update_slice(cache["k"], k[:, None], (0, n, 0))}
+    return p, new | {"n": n + 1}, jnp.einsum("btd,bd->bt", new["k"], k)
+
+
+def haiku(params, state, opt_state, rng, batch):
+    def error(p):
+        h = batch["x"] @ p["w"] + jax.random.normal(rng, (8, 8))
+        mean = 0.9 * state["bn"]["mean"] + 0.1 * h.mean(0)
+        return jnp.mean(h**2), {"bn": {"mean": mean, "n": state["bn"]["n"] + 1}}
+
+    (value, state), g = jax.value_and_grad(error, has_aux=True)(params)
+    u, opt_state = OPT.update(g, opt_state, params)
+    return optax.apply_updates(params, u), state, opt_state, {"loss": value}
+
+
+def by_name(*, params, opt_state, x):
+    return update(params, opt_state, x)
+
+
+def microbatched(o, p, xs):
+    """The optimizer's state goes through a scan, and a branch."""
+
+    def one(carry, x):
+        p, o, value = update(*carry, x)
+        return (p, lax.cond(value > 0, lambda: o, lambda: carry[1])), value
+
+    (p, o), values = lax.scan(one, (p, o), xs)
+    return values, o, p
+
+
+def meaning(fn, *args, mesh=None, **named) -> StateArguments:
+    mesh = mesh or jax.make_mesh((8,), ("data",))
+    step = shardfn.fully_shard(fn, mesh, min_size=0)
+    _, batch = step.plain.divide(args, named, step.storage.axes)
+    return batch.meaning
+
+
+def shown(found: StateArguments) -> str:
+    """`argument <- result` for each state, and the caches."""
+    state = zip(found.arguments, found.places, strict=True)
+    each = [f"{p}<-{keystr(path, simple=True, separator='.')}" for p, path in state]
+    return " ".join([*each, *(f"cache {p}" for p, _ in found.caches)])
+
+
+def pick(fn, *order):
+    return lambda *args: tuple(fn(*args)[i] for i in order)
+
+
+@pytest.mark.parametrize(
+    "fn, args, expected",
+    [
+        # Several arguments, in any order, anywhere among the results.
+        (update, (P, MU, X), "0<-0 1<-1"),
+        (pick(update, 2, 0, 1), (P, MU, X), "0<-1 1<-2"),
+        (pick(update, 1, 0, 2), (P, MU, X), "0<-1 1<-0"),
+        (lambda p, o, x: (update(p, o, x)[:2], 0.0), (P, MU, X), "0<-0.0 1<-0.1"),
+        (lambda p, o, x: list(update(p, o, x)), (P, MU, X), "0<-0 1<-1"),
+        (
+            lambda p, o, x: dict(zip("pol", update(p, o, x), strict=True)),
+            (P, MU, X),
+            "0<-p 1<-o",
+        ),
+        (lambda x, s: (0.0, update(*s, x)[:2]), (X, (P, MU)), "1<-1"),
+        (lambda x, s: update(*s, x)[:2], (X, (P, MU)), "1<-"),
+        (lambda k, s, b: (update(*s, b[0])[:2], {}), (0, (P, MU), (X,)), "1<-0"),
+        (microbatched, (MU, P, ones(2, 8, 16)), "0<-1 1<-2"),
+        (haiku, (P, {"bn": {"mean": ones(8), "n": 0}}, MU, jax.random.key(0), {"x": X}),
+         "0<-0 1<-1 2<-2"),
+        # Arguments of one type: by what each becomes.
+        (average, (P, P, MU, X), "0<-0 1<-1 2<-2"),
+        (pick(average, 1, 0, 2), (P, P, MU, X), "0<-1 1<-0 2<-2"),
+        (towards, (P, P, X), "1<-0"),
+        (lambda p, t, x: towards(t, p, x), (P, P, X), "0<-0"),
+        (gan, (G, D, X, ones(8, 4)), "0<-0 1<-1"),
+        # Nothing to store: no optimizer state, a count.
+        (lambda p, o, x: (update(p, MU, x)[0], o, 0.0), (P, (), X), "0<-0"),
+        (lambda p, n, x: (update(p, MU, x)[0], n + 1), (P, 0, X), "0<-0"),
+        # Single arrays.
+        (lambda w, x: (w, jnp.sort(x)), (ones(3), ones(16)), "0<-0"),
+        (lambda w, x: (linear(w, x), 0.0), (ones(16, 8), X), "0<-0"),
+        (lambda x, w: (0.0, linear(w, x)), (X, ones(16, 8)), "1<-1"),
+        (lambda w, b, x: (linear(w, x), b - w.sum(0), 0.0), (ones(16, 8), ones(8), X),
+         "0<-0 1<-1"),
+        # One argument with everything in it, and one that is handed on.
+        (lambda d: {**d, "p": update(d["p"], d["o"], d["x"])[0]},
+         ({"p": P, "o": MU, "x": X},), "0<-"),
+        (lambda p, x: (p, loss(p, x)), (P, X), "0<-0"),
+        # What looks like the batch is no state, whatever the step makes of it.
+        (lambda p, b: (autoencode(p, b["x"])[0], {"x": autoencode(p, b["x"])[1]}),
+         (AE, {"x": X}), "0<-0"),
+        (lambda p, b: (p, {"x": b["x"] - autoencode(p, b["x"])[1]}), (AE, {"x": X}),
+         "0<-0"),
+        (lambda p, b: (p, {"x": autoencode(p, b["x"])[1], "y": b["y"]}),
+         (AE, {"x": X, "y": ones(8)}), "0<-0"),
+        (lambda p, b, y: (p, {"x": b["x"] * y[:, None]}), (AE, {"x": X}, ones(8)),
+         "0<-0"),
+        (lambda p, x: (p, x - autoencode(p, x)[1]), (AE, X), "0<-0"),
+        (lambda b, p: ({"x": autoencode(p, b["x"])[1]}, autoencode(p, b["x"])[0]),
+         ({"x": X}, AE), "1<-1"),
+        # A cache is the batch's.
+        (decode, (EMBED, CACHE, jnp.arange(8)), "0<-0 cache 1"),
+    ],
+)  # fmt: skip
+def test_what_comes_back_is_state(fn, args, expected) -> None:
+    assert shown(meaning(fn, *args)) == expected
+
+
+def test_arguments_by_name() -> None:
+    found = meaning(by_name, params=P, opt_state=MU, x=X)
+    assert shown(found) == "opt_state<-1 params<-0"
+    assert shown(meaning(update, P, x=X, o=MU)) == "0<-0 1<-1"
+
+
+def test_a_step_per_device() -> None:
+    def step(p, o, x):
+        value, g = jax.value_and_grad(loss)(p, x)
+        u, o = OPT.update(lax.pmean(g, "data"), o, p)
+        return optax.apply_updates(p, u), o, lax.pmean(value, "data")
+
+    assert shown(meaning(step, P, MU, X)) == "0<-0 1<-1"
+
+
+def test_what_is_not_state_is_said() -> None:
+    found = meaning(lambda p, b: (p, {"x": b["x"] * 2}), AE, {"x": X})
+    assert found.notes == (
+        "state: argument 0 ('p'), result 0",
+        "argument 1 ('b') comes back as result 1 and may be a batch that the step "
+        "changes: it is taken for one. If it is state, pass state_argnums=(0, 1)",
+    )
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), MU)
+    found = meaning(lambda p, o, x: (*update(p, MU, x)[:1], narrow, p), P, MU, X)
+    assert (
+        "comes back as result 1 with leaf '0/count' changed from int32[]"
+        in (found.notes[-1])
+    )
+
+
+@pytest.mark.parametrize(
+    "fn, args, parts",
+    [
+        (lambda x: x * 2, (X,), ["argument 0 ('x'), which comes back as the result,"]),
+        (lambda x, w: linear(w, x), (X, ones(16, 8)), ["Pass state_argnums=1 to"]),
+        (
+            lambda p, c, t: decode(p, c, t)[1:],
+            (EMBED, CACHE, jnp.arange(8)),
+            ["('c'), which comes back as result 0, may", "return the parameters too"],
+        ),
+    ],
+)
+def test_what_cannot_be_told_is_asked(fn, args, parts) -> None:
+    with pytest.raises(shardfn.ShardingError) as caught:
+        meaning(fn, *args)
+    for part in ("cannot be told which arguments of", *parts):
+        assert part in str(caught.value)
+
+
+def test_the_step_is_traced_once() -> None:
+    traces = []
+
+    def step(o, p, x):
+        traces.append(x)
+        return pick(update, 2, 1, 0)(p, o, x)
+
+    sharded = shardfn.fully_shard(step, jax.make_mesh((8,), ("data",)), min_size=0)
+    sharded.plan(MU, P, X)
+    assert len(traces) == 1
+
+
+def test_leaves_are_named_after_their_arguments() -> None:
+    mesh = jax.make_mesh((8,), ("data",))
+    step = shardfn.fully_shard(update, mesh, min_size=0, shard={"p/w": False})
+    plan = step.plan(P, MU, X)
+    assert "p/w" in {c.path for c in plan.collectives}
+    assert "state: argument 0 ('p'), result 0; argument 1 ('o'), result 1" in str(plan)
+    assert "state: argument 0 ('p'), result 0; argument 1 ('o')" in repr(step)
+
+
+def together(fn, args: tuple[Any, ...], order) -> None:
+    """Holds three steps of `fn` against the plain ones; `order` makes the next call's
+    arguments of results and of the arguments."""
+    mesh = jax.make_mesh((8,), ("data",))
+    step = shardfn.fully_shard(fn, mesh, min_size=0)
+    plain, sharded = args, args
+    for _ in range(3):
+        expected, out = jax.jit(fn)(*plain), step(*sharded)
+        close = functools.partial(np.testing.assert_allclose, rtol=1e-5)
+        jax.tree.map(close, step.unshard(out), expected)
+        plain, sharded = order(expected, plain), order(out, sharded)
+
+
+def test_three_steps_are_the_plain_ones() -> None:
+    p = {"w": ones(16, 8), "b": ones(16)}
+
+    def step(x, o, p):
+        p, o, value = update(p, o, x)
+        return {"loss": value, "new": (p, o)}
+
+    args = X, OPT.init(p), p
+    together(step, args, lambda out, args: (X, *reversed(out["new"])))
+
+
+def test_a_cache_is_donated_and_keeps_its_split() -> None:
+    step = shardfn.fully_shard(decode, jax.make_mesh((8,), ("data",)), min_size=0)
+    plain, mine = (EMBED, CACHE), (EMBED, CACHE)
+    for _ in range(3):
+        *plain, expected = decode(*plain, jnp.arange(8))
+        before, (*mine, out) = mine, step(*mine, jnp.arange(8))
+        np.testing.assert_allclose(out, expected, rtol=1e-6)
+        np.testing.assert_allclose(mine[1]["k"], plain[1]["k"], rtol=1e-6)
+        assert mine[1]["k"].sharding.spec == jax.P("data")
+    assert before[1]["k"].is_deleted() and not CACHE["k"].is_deleted()
