@@ -31,7 +31,6 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "gather_dtype": ("float32", "bfloat16"),
     "donate": (False,),
     "shard": (False, {"*0": False}),
-    "verify": ("error",),
 }
 
 
