@@ -104,4 +104,5 @@ FOUND = {
 def test_what_was_wrong_is_right(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", shardfn.UnsupportedPrimitiveWarning)
+        warnings.simplefilter("ignore", shardfn.UnusedAxisWarning)
         assert assert_same_steps(FOUND[name])
