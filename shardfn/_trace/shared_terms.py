@@ -81,10 +81,18 @@ class SharedTerms:
 
     def terms(self, value: int, shape: Any, avals: Sequence[Any]) -> list[int]:
         """The values that add up to `value`, and scalars that are added to each of its
-        elements."""
-        if value not in self.added or avals[value].shape != shape:
-            return [value]
-        return [t for part in self.added[value] for t in self.terms(part, shape, avals)]
+        elements. A sum that is among them more than once is taken apart once: the terms
+        of `y + y` would double with each such sum."""
+        found, open_, pending = list[int](), set[int](), [value]
+        while pending:
+            term = pending.pop()
+            is_sum = term in self.added and avals[term].shape == shape
+            if not is_sum or term in open_:
+                found.append(term)
+                continue
+            open_.add(term)
+            pending += reversed(self.added[term])
+        return found
 
     def is_shared(
         self, value: int, axes: frozenset[int], shape: Any, avals: Sequence[Any]

@@ -63,6 +63,18 @@ def diamonds(n: int) -> Case:
     return step, LOW, {"reduce_dtype": "float32"}
 
 
+def averaged_sums(n: int) -> Case:
+    """The same in a step written per device: sums of what a sum made."""
+
+    def step(w, x):
+        g = jax.grad(lambda w: jnp.mean((x @ w) ** 2) + jnp.sum(w**2))(w)
+        for _ in range(n):
+            g = g + g
+        return w - lax.pmean(g, "data"), ()
+
+    return step, W, {}
+
+
 def microbatches(n: int) -> Case:
     """A loop with a constant for every layer."""
 
@@ -105,6 +117,7 @@ CASES: dict[str, Callable[[int], Case]] = {
     "ahead_and_joined": functools.partial(unrolled, prefetch=2, bucket_bytes=4096),
     "rematted": rematted,
     "diamonds": diamonds,
+    "averaged_sums": averaged_sums,
     "microbatches": microbatches,
     "joined": joined,
     "taken_apart": taken_apart,
