@@ -168,14 +168,22 @@ def _is_inner(eqn: JaxprEqn) -> bool:
 
 
 def _value(part: Part, env: dict[Any, jax.Array]) -> jax.Array:
-    """A part, computed once."""
-    key = _key(part)
-    if key not in env:
-        assert part.eqn is not None
-        operands = [_value(p, env) for p in part.operands]
-        with compat.as_user_code(part.eqn):
-            env[key] = part.eqn.primitive.bind(*operands, **part.eqn.params)
-    return env[key]
+    """A part, computed once, after what it is computed from."""
+    pending = [part]
+    while pending:
+        found = pending[-1]
+        missing = [p for p in found.operands if _key(p) not in env]
+        if missing:
+            pending += missing
+            continue
+        pending.pop()
+        if _key(found) not in env:
+            assert found.eqn is not None
+            operands = [env[_key(p)] for p in found.operands]
+            with compat.as_user_code(found.eqn):
+                value = found.eqn.primitive.bind(*operands, **found.eqn.params)
+            env[_key(found)] = value
+    return env[_key(part)]
 
 
 def _find_leaves(part: Part, leaves: dict[Any, Part]) -> None:

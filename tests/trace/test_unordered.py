@@ -74,3 +74,15 @@ def test_what_is_raveled_and_shaped_back_stays_where_it_is(integers) -> None:
 
     sharded = shardfn.fully_shard(decayed, cpu_mesh(8), min_size=0)
     assert not sharded.plan(arrays(integers), X).collectives
+
+
+def test_a_sum_behind_hundreds_of_operations_is_planned(integers) -> None:
+    def step(state, _):
+        raveled = jnp.ravel(state)
+        for _ in range(500):
+            raveled = jnp.abs(raveled)
+        return state, raveled.sum()
+
+    sharded = shardfn.fully_shard(step, cpu_mesh(8), min_size=0)
+    plan = sharded.plan(integers(KERNEL), X)
+    assert {c.op for c in plan.collectives} == {"all_reduce"}
