@@ -12,6 +12,7 @@ import jax
 from jax import lax
 from jax.sharding import Mesh
 
+from shardfn._api.init_function import checked_init
 from shardfn._api.plain_step import PlainStep, Side
 from shardfn._api.planner import plan_init
 from shardfn._core import compat
@@ -101,7 +102,7 @@ class LocalStep:
         Returns:
           The state; no device holds a whole leaf that can be made in parts.
         """
-        axes = self._axes()
+        axes, init_fn = self._axes(), checked_init(init_fn, args, "init")
         leaves, treedef = self._remember((jax.eval_shape(init_fn, *args),), axes)
         planned = plan_init(init_fn, args, self._partition(leaves, axes), axes)
         return jax.tree.unflatten(treedef, planned(*jax.tree.leaves(args)))[0]

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from shardfn._api.aot import report_on
 from shardfn._api.call_cache import Kind, Ready, apart, types_of
 from shardfn._api.compiled_steps import Programs, caches_apart, given
+from shardfn._api.init_function import checked_init
 from shardfn._api.plain_step import PlainStep
 from shardfn._api.planner import describe
 from shardfn._core import compat, processes
@@ -245,7 +246,8 @@ class ShardedStep:
         Returns:
           The state, each leaf split as `shardings` says.
         """
-        storage, init_fn = self.storage, self._with_rows(init_fn)
+        storage = self.storage
+        init_fn = self._with_rows(checked_init(init_fn, args, "init"))
         made = made_by(init_fn, args, storage.auto_sizes)
         leaves, treedef = storage.leaves((made,))
         traced = is_traced(args)
@@ -266,7 +268,7 @@ class ShardedStep:
           Pytree of `ShapeDtypeStruct`, whole, as `plan`, `lower`, `shardings` and the
           `restore` of `shardfn.storage.checkpoint` take it.
         """
-        init_fn = self._with_rows(init_fn)
+        init_fn = self._with_rows(checked_init(init_fn, args, "abstract"))
         made = made_by(init_fn, args, self.storage.auto_sizes)
         leaves, treedef = self.storage.leaves((made,))
         return jax.tree.unflatten(treedef, self.storage.abstract(leaves))[0]

@@ -64,7 +64,8 @@ def abstract(leaf: Any, path: Sequence[Any], what: str) -> jax.ShapeDtypeStruct:
         f"{what} leaf '{path_name(path) or what}' is {_kind(leaf)}.\n"
         f"{called()}"
         "Pass arrays, numbers or ShapeDtypeStructs; keep functions and other static "
-        "parts outside, for example with functools.partial or eqx.partition."
+        "parts outside, for example with functools.partial or eqx.partition: the state "
+        "of an Equinox module is eqx.filter(model, eqx.is_array)."
     )
 
 

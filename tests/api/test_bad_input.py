@@ -6,6 +6,7 @@ import functools
 import re
 from collections.abc import Callable, Iterator
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -380,6 +381,47 @@ def test_leaves_that_are_no_arrays(good, state, leaf, what) -> None:
     parts = (f"leaf 'name' is {what}", "Pass arrays")
     refuse(lambda: good(with_leaf, make_batch()), "state", *parts)
     refuse(lambda: good(state, make_batch() | {"name": leaf}), "batch", *parts)
+
+
+@pytest.mark.parametrize("method", ["init", "abstract"])
+@pytest.mark.parametrize(
+    "args, what",
+    [
+        (({"w": np.ones(8)},), "a dict"),
+        ((np.ones(8), 1), "a ndarray"),
+        ((eqx.nn.Linear(2, 3, key=jax.random.key(0)),), "a Linear"),
+    ],
+)
+def test_a_state_where_the_function_that_makes_it_belongs(
+    good, state, method, args, what
+) -> None:
+    refuse(
+        lambda: getattr(good, method)(*args),
+        f"{method} takes the function that makes the state, and was given what it "
+        f"made: {what}.",
+        f"step.{method}(create_state, key), not create_state(key)",
+        "step.shard(state)",
+    )
+
+
+def test_functions_that_make_states(good, state) -> None:
+    """Pytrees and classes among them."""
+    makers = jax.tree_util.Partial(init), functools.partial(init), jax.jit(init)
+    for make in (*makers, eqx.filter_jit(init)):
+        assert good.abstract(make, jax.random.key(0))["w"].shape == (7, 24)
+    assert good.init(dict) == {}
+
+
+@pytest.mark.parametrize("method", ["init", "abstract"])
+def test_making_leaves_that_are_no_arrays(good, state, method) -> None:
+    def make(key):
+        return {"model": eqx.nn.MLP(4, 4, 8, 1, key=key), "name": "adam"}
+
+    refuse(
+        lambda: getattr(good, method)(make, jax.random.key(0)),
+        "state leaf 'model/activation' is a",
+        "an Equinox module is eqx.filter(model, eqx.is_array).",
+    )
 
 
 # The step
