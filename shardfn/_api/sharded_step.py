@@ -19,6 +19,7 @@ from shardfn._api.compiled_steps import Programs, caches_apart, given
 from shardfn._api.init_function import checked_init
 from shardfn._api.plain_step import PlainStep
 from shardfn._api.planner import describe
+from shardfn._api.static_arguments import advises_binding
 from shardfn._core import compat, processes
 from shardfn._core.automatic_axes import made_by
 from shardfn._core.call_arguments import Rest, new_leaves
@@ -95,6 +96,7 @@ class ShardedStep:
     # Running
 
     @names_step
+    @advises_binding
     def __call__(self, *args: Any, **named: Any) -> Any:
         """Runs the step: state and batch in, the new state, stored, and the rest out.
 
@@ -140,6 +142,7 @@ class ShardedStep:
         return jax.tree.unflatten(tree, flat)
 
     @names_step
+    @advises_binding
     def lower(self, *args: Any, **named: Any) -> jax.stages.Lowered:
         """Lowers the step; the mesh may be of devices that are not there.
 
@@ -155,6 +158,7 @@ class ShardedStep:
         ).lower()
 
     @names_step
+    @advises_binding
     def plan(self, *args: Any, **named: Any) -> Plan:
         """What the step moves: every collective with bytes, dtype, phase and parameter.
 

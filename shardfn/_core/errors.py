@@ -6,6 +6,7 @@ import functools
 import os
 import reprlib
 import sys
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
 
@@ -143,8 +144,22 @@ def call_site() -> str:
         frame = frame.f_back
     if frame is None:
         return UNKNOWN
+    return _line(frame, frame.f_lineno)
+
+
+def last_line(error: BaseException) -> str:
+    """The last line of the user's that an error came through."""
+    trace, place = error.__traceback__, UNKNOWN
+    while trace is not None:
+        if not _is_library(trace.tb_frame.f_code.co_filename):
+            place = _line(trace.tb_frame, trace.tb_lineno)
+        trace = trace.tb_next
+    return place
+
+
+def _line(frame: types.FrameType, number: int) -> str:
     file = os.path.basename(frame.f_code.co_filename)
-    return f"{file}:{frame.f_lineno} ({frame.f_code.co_name})"
+    return f"{file}:{number} ({frame.f_code.co_name})"
 
 
 def _is_library(file: str) -> bool:

@@ -479,6 +479,42 @@ def test_an_error_of_the_step_itself_passes_unchanged(mesh, state) -> None:
         step(state, make_batch())
 
 
+@pytest.mark.parametrize(
+    "method, args, named",
+    [
+        ("__call__", (), {"train": True}),
+        ("__call__", (True,), {}),
+        ("plan", (), {"train": True}),
+        ("lower", (), {"rows": 2, "train": True}),
+    ],
+)
+def test_a_step_that_branches_on_an_argument(mesh, state, method, args, named) -> None:
+    def train_step(state, batch, train, rows=None):
+        if rows is not None:
+            jnp.zeros(rows)
+        return plain_step(state, batch) if train else (state, {})
+
+    step = shardfn.fully_shard(train_step, mesh, donate=False, **OPTIONS)
+    message = refuse(
+        lambda: getattr(step, method)(state, make_batch(), *args, **named),
+        "train_step asks for the value of an argument while it is traced",
+        "  at test_bad_input.py:",
+        "train=True), ...).",
+    )
+    assert "functools.partial(train_step, " in message
+    bound = functools.partial(train_step, train=True)
+    shardfn.fully_shard(bound, mesh, **OPTIONS).plan(state, make_batch())
+
+
+def test_an_error_that_binding_does_not_cure_passes(mesh, state) -> None:
+    def train_step(state, batch, scale):
+        return (state, {}) if batch["x"].sum() > 0 else plain_step(state, batch)
+
+    step = shardfn.fully_shard(train_step, mesh, donate=False, **OPTIONS)
+    with pytest.raises(jax.errors.TracerBoolConversionError):
+        step(state, make_batch(), 2.0)
+
+
 @pytest.fixture
 def flag_on(request) -> Iterator[str]:
     """Sets a JAX flag that is off by default; skips where this JAX has none."""

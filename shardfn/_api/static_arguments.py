@@ -1,0 +1,76 @@
+"""Arguments that a step takes as Python values, such as `train=True`.
+
+In: a method that traces the step. Out: the same, whose errors say which arguments have
+to be bound, where that is the cause.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax
+
+from shardfn._api.call_arguments import parameter_names
+from shardfn._core.errors import ShardingError, called, last_line, step_name
+from shardfn._core.sharding import Axes
+from shardfn._trace.trace_step import trace_once
+from shardfn.storage._leaves import leaves_of
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+Python = Mapping[int | str, bool | int | float]
+"""Arguments that are Python numbers, by position or name."""
+
+
+def advises_binding(method: Method) -> Method:
+    """Makes a method of a sharded step, which takes the step's arguments, say how to
+    bind those that the step wants to know the values of."""
+
+    @functools.wraps(method)
+    def advised(self: Any, *args: Any, **named: Any) -> Any:
+        try:
+            return method(self, *args, **named)
+        except TypeError as error:  # JAX's errors of tracers are such
+            given = dict(enumerate(args)) | named
+            static = {
+                p: x for p, x in given.items() if isinstance(x, bool | int | float)
+            }
+            step, axes = self.plain.step, self.storage.axes
+            if not static or not _works(step, args, named, static, axes):
+                raise
+            _refuse(step, static, error)
+
+    return advised  # pyright: ignore[reportReturnType]
+
+
+def _works(
+    step: Callable[..., Any],
+    args: Sequence[Any],
+    named: Mapping[str, Any],
+    static: Python,
+    axes: Axes,
+) -> bool:
+    """Whether the step can be traced with the values of some arguments."""
+
+    def with_static(args: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        filled = [static.get(i, x) for i, x in enumerate(args)]
+        return step(*filled, **{k: static.get(k, x) for k, x in named.items()})
+
+    try:
+        leaves, treedef = leaves_of((tuple(args), dict(named)), "argument")
+    except ShardingError:  # the error is an earlier one
+        return False
+    avals = jax.tree.unflatten(treedef, [leaf.aval for leaf in leaves])
+    return trace_once(with_static, avals, axes) is not None
+
+
+def _refuse(step: Callable[..., Any], static: Python, error: TypeError) -> None:
+    names = dict(enumerate(parameter_names(step)))
+    bound = [f"{names.get(p, p)}={x!r}" for p, x in static.items()]  # pyright: ignore
+    raise ShardingError(
+        f"{step_name()} asks for the value of an argument while it is traced, and all "
+        "arguments are arrays then.\n"
+        f"  at {last_line(error)}\n{called()}"
+        "Bind what is known before, and shard one step for each value: fully_shard("
+        f"functools.partial({step_name()}, {', '.join(bound)}), ...)."
+    ) from error
