@@ -47,6 +47,7 @@ class Programs:
             Side(leaves, self.storage.partition(leaves), treedef),
             Side(tuple(replace(x, auto=()) for x in batch_leaves), split, batch_tree),
             axes,
+            self.storage.given.abstract_mesh,
         )
 
     @property

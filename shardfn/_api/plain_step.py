@@ -186,7 +186,13 @@ class PlainStep:
             batch, leaves, self.batch_spec, axes, is_local, meaning.hints
         )
 
-    def planned(self, state: Side, batch: Side, axes: Axes) -> Planned:
+    def planned(
+        self,
+        state: Side,
+        batch: Side,
+        axes: Axes,
+        mesh: jax.sharding.AbstractMesh | None = None,
+    ) -> Planned:
         """The planned step for these arguments; traced once per shapes and structure,
         and per configuration of JAX, such as `jax.default_matmul_precision`.
 
@@ -194,11 +200,12 @@ class PlainStep:
           state: the state arguments, on logical global shapes.
           batch: the other arguments, on global shapes.
           axes: the mesh axes.
+          mesh: the mesh as the caller made it, if there is one.
 
         Returns:
           The planned step.
         """
-        key = state.key, batch.key, axes, compat.configuration()
+        key = state.key, batch.key, axes, mesh, compat.configuration()
         if key not in self.plans:
             names = [leaf_name(leaf.path) for leaf in state.leaves]
             states, rest = state.avals, Rest(batch.avals, batch.treedef.node_data()[1])
@@ -213,6 +220,7 @@ class PlainStep:
                 state.leaves,
                 batch.shardings,
                 axes,
+                mesh,
                 names_axes=lambda: mentions(self.step, axes.names),
                 own=[self.control.of(x).per_device_state for x in names],
                 known=known,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax import core as core_types
 from jax import numpy as jnp
 from jax._src import config as _config
@@ -108,6 +109,79 @@ def inlined_body(eqn: JaxprEqn) -> Any | None:
         run = _sparse(name)
         return _traced(eqn, lambda *xs: run(*xs, **eqn.params)) if run else None
     return None
+
+
+def called_body(eqn: JaxprEqn) -> Any | None:
+    """The body of a call (jit, ...), None of other equations."""
+    return inlined_body(eqn) if eqn.primitive.name in _INLINED else None
+
+
+def calling(closed: Any, eqn: JaxprEqn) -> JaxprEqn:
+    """A call of a closed jaxpr in the place of `eqn`."""
+    return eqn.replace(
+        primitive=_core.closed_call_p,
+        params={"call_jaxpr": closed},
+        effects=closed.effects,
+    )
+
+
+UNREDUCED_COLLECTIVES = (
+    *("unreduced_psum", "unreduced_pmax", "unreduced_pmin", "preduced"),
+    *("unreduced_reduce_scatter", "all_gather_reduced"),
+    *("vary_unreduced_cast", "vary_unreduced_cast_p"),
+)
+"""Collectives of arrays whose types say that their sums over devices are not taken."""
+
+DimAxes = tuple[tuple[str, ...], ...]
+"""Per dimension, the mesh axes that split it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MappedPart:
+    """What a `jax.shard_map` equation runs.
+
+    Attributes:
+      jaxpr: of one device.
+      sizes: its manual mesh axes, and how many devices each has.
+      in_specs: how its operands are split.
+      out_specs: how its results are.
+    """
+
+    jaxpr: Any
+    sizes: dict[str, int]
+    in_specs: tuple[DimAxes, ...]
+    out_specs: tuple[DimAxes, ...]
+
+
+def mapped_part(eqn: JaxprEqn) -> MappedPart | None:
+    """What a `jax.shard_map` equation of the user's runs; None of one that this package
+    made, or whose specs say more than what is split over manual mesh axes."""
+    params = eqn.params
+    mapped_in = params["jaxpr"].debug_info.func_filename or ""
+    if mapped_in.startswith(PACKAGE):
+        return None
+    shape, manual = params["mesh"].shape, params["newly_manual_axes"]
+    specs = (*params["in_specs"], *params["out_specs"])
+    if any(spec.unreduced or spec.reduced for spec in specs):
+        return None
+
+    def dims(v: Any, spec: Any) -> DimAxes:
+        entries = [*spec, *[None] * (v.aval.ndim - len(spec))]
+        return tuple(
+            () if e is None else e if isinstance(e, tuple) else (e,) for e in entries
+        )
+
+    return MappedPart(
+        jaxpr=params["jaxpr"],
+        sizes={name: shape[name] for name in shape if name in manual},
+        in_specs=tuple(map(dims, eqn.invars, params["in_specs"])),
+        out_specs=tuple(map(dims, eqn.outvars, params["out_specs"])),
+    )
+
+
+def is_type_cast(eqn: JaxprEqn) -> bool:
+    """Whether an equation changes only what types say of mesh axes."""
+    return eqn.primitive.name in ("pvary", "sharding_constraint", "reshard")
 
 
 def summed_dimensions(eqn: JaxprEqn) -> frozenset[int]:
@@ -461,9 +535,28 @@ def beta_types_vary() -> bool:
     return jax.__version_info__ >= (0, 12)
 
 
-def lacks_mesh(error: ValueError) -> bool:
-    """Whether an operation that names mesh axes failed for want of a mesh."""
-    return "when you are not under a mesh context" in str(error)
+def mesh_lacking(error: ValueError, is_set: Any, given: Any) -> Any | None:
+    """The mesh with explicit axes for want of which an operation failed that names its
+    axes; None if that is not why.
+
+    Args:
+      error: what JAX raised.
+      is_set: the mesh that is set around the call.
+      given: the mesh that arrays are on, or None.
+    """
+    text = str(error)
+    needs_set = (
+        "when you are not under a mesh context",
+        "context mesh cannot be empty",
+    )
+    if has_types(is_set):
+        is_why = any(part in text for part in (*needs_set, _MISTYPED))
+        return is_set if is_why else None
+    typed = given is not None and has_types(given)
+    return given if typed and not is_set.axis_names and _MISTYPED in text else None
+
+
+_MISTYPED = "in_specs passed to shard_map: "
 
 
 def has_types(mesh: Any) -> bool:
@@ -492,6 +585,18 @@ def untyped_array(x: Any) -> Any:
     return jax.device_put(x, NamedSharding(untyped, spec))
 
 
+def untyped_axes_of_one_device() -> contextlib.AbstractContextManager[Any]:
+    """A context in which types do not say what is split over a mesh axis of one device:
+    it is whole, and need not be said to be split where that is asked for."""
+    return _config.remove_size_one_mesh_axis_from_type(True)
+
+
+def untyped_value(x: Any) -> Any:
+    """A literal or constant of a jaxpr, typed by no mesh: JAX's arrays on the host keep
+    the type of the place where they were first used."""
+    return x.view() if isinstance(x, np.ndarray) else untyped_array(x)
+
+
 def untyped_equation(eqn: JaxprEqn) -> JaxprEqn:
     """`eqn` without the sharding that it gives the type of its result, on the mesh that
     was set while it was traced."""
@@ -503,6 +608,16 @@ def untyped_equation(eqn: JaxprEqn) -> JaxprEqn:
         if isinstance(eqn.params.get(name), NamedSharding)
     }
     return eqn.replace(params={**eqn.params, **params}) if params else eqn
+
+
+@contextlib.contextmanager
+def without_mesh() -> Iterator[None]:
+    """Traces as at the top level, where no mesh is set."""
+    with (
+        at_top_level(),
+        jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())),
+    ):
+        yield
 
 
 @contextlib.contextmanager

@@ -208,14 +208,14 @@ def _mapped(
     """Per result, per mesh axis, whether it differs between devices."""
     record: dict[int, Any] = {}
     over = _over_devices(step, axes, split, own, None, record)
-    _check_keys(jax.make_jaxpr(over)(old, batch))
+    check_keys(jax.make_jaxpr(over)(old, batch))
     levels = [record[i] for i in range(len(axes.names))]
     return jax.tree.map(lambda *flags: tuple(flags), *levels)
 
 
-def _check_keys(jaxpr: Any) -> None:
-    """Raises if bits are made from an array of RBG keys: vmap lets the first make all,
-    where each device would use its own."""
+def check_keys(jaxpr: Any) -> None:
+    """For what is mapped over devices: raises if bits are made from an array of RBG
+    keys, of which vmap lets the first make all, where each device would use its own."""
     for eqns in nested(jaxpr):
         if eqns[-1].primitive.name not in ("random_bits", "random_gamma"):
             continue

@@ -39,6 +39,7 @@ from shardfn._core.leaves import Leaf, leaf_name, path_name
 from shardfn._core.program import Program
 from shardfn._core.sharding import Axes, Sharding, partition_spec
 from shardfn._trace.containers import Closed, close, on_closed, opened
+from shardfn._trace.inner_shard_map import on_whole_arrays
 from shardfn._trace.jaxpr_to_program import make_program
 from shardfn._trace.per_device import GlobalStep, as_global, reaches_axis, unbound_axis
 
@@ -105,7 +106,8 @@ def trace_once(step: Callable[..., Any], args: Any, axes: Axes) -> Trace | None:
             jaxpr, out = jax.make_jaxpr(step, axis_env=[*bound], return_shape=True)(
                 *args
             )
-            return Trace(compat.without_refs(jaxpr), out, is_global)
+            whole = on_whole_arrays(compat.without_refs(jaxpr), axes)
+            return Trace(whole, out, is_global)
     return None
 
 
@@ -116,6 +118,7 @@ def trace(
     leaves: Sequence[Leaf],
     split: Sequence[Sharding],
     axes: Axes,
+    mesh: jax.sharding.AbstractMesh | None,
     names_axes: Callable[[], bool],
     own: Sequence[bool] = (),
     known: Trace | None = None,
@@ -129,6 +132,7 @@ def trace(
       leaves: the leaves of `states`.
       split: shardings of the batch's leaves.
       axes: the mesh axes. A step that uses their names is a step for one device.
+      mesh: the mesh as the caller made it, whose shardings the step may name.
       names_axes: whether their names occur in the step's code.
       own: per leaf of `states`, whether each device keeps its own row of it.
       known: a trace on these arguments in the step's own order.
@@ -150,7 +154,7 @@ def trace(
     meaning = batch.meaning
     if any(own) or (known is not None and not known.is_global):
         known = None
-    mesh = jax.sharding.get_abstract_mesh()
+    is_set = jax.sharding.get_abstract_mesh()
     if known is None:
         structures: list[Any] = []
         run = on_closed(lambda old, rest: step(old, Rest(rest, meaning)), structures)
@@ -160,10 +164,11 @@ def trace(
                 try:
                     made, out = _jaxpr(run, *closed, split, axes, names_axes, own)
                 except ValueError as error:
-                    if not (compat.has_types(mesh) and compat.lacks_mesh(error)):
+                    typed = compat.mesh_lacking(error, is_set, mesh)
+                    if typed is None:
                         raise
-                    made, out = _typed_jaxpr(run, *closed, split, axes, mesh)
-                known = Trace(compat.without_refs(made), out)
+                    made, out = _typed_jaxpr(run, *closed, split, axes, typed)
+                known = Trace(on_whole_arrays(compat.without_refs(made), axes), out)
                 out_tree = structures[-1]
         except jax.errors.UnexpectedTracerError as error:
             raise leaked_tracer() from error
@@ -231,7 +236,7 @@ def _typed_jaxpr(
     axes: Axes,
     mesh: jax.sharding.AbstractMesh,
 ) -> tuple[Any, Any]:
-    """The jaxpr of a step that names shardings of the caller's mesh, which is set: with
+    """The jaxpr of a step that names shardings of the caller's mesh: with
     types that say that the state is whole, and how the batch is split. Propagation
     finds its own shardings; those in the types are a plain step's."""
 
@@ -242,7 +247,7 @@ def _typed_jaxpr(
     leaves, treedef = jax.tree.flatten(batch)
     specs = [partition_spec(sharding, axes) for sharding in split]
     rows = jax.tree.unflatten(treedef, map(typed, leaves, specs))
-    with jax.sharding.use_abstract_mesh(mesh):
+    with jax.sharding.use_abstract_mesh(mesh), compat.untyped_axes_of_one_device():
         return jax.make_jaxpr(step, return_shape=True)(state, rows)
 
 
@@ -327,9 +332,10 @@ def _check_not_mapped(jaxpr: Any) -> None:
             raise ShardingError(
                 f"{step_name()} uses jax.shard_map, whose parts fully_shard cannot "
                 f"divide again.\n  at {where_in(eqns)}\n{called()}"
-                "If it calls a step that fully_shard made, call the plain step there: "
-                "fully_shard wants plain operations on whole arrays. A part that has "
-                "to be written per device can be an operation with a rule of its own "
+                "If it calls a step that fully_shard made, call the plain step there. "
+                "A shard_map of your own may split arrays over the mesh axes that "
+                "fully_shard is given, not over others: write such a part on whole "
+                "arrays, or as an operation with a rule of its own "
                 "(shardfn.register_rule)."
             )
 

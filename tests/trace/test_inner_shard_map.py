@@ -1,0 +1,294 @@
+"""In: steps with a `jax.shard_map` of their own over the axis that they are sharded
+over. Out: the numbers of the plain step on the same mesh, and no collectives but those
+that the part itself asks for.
+"""
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from sharded_and_plain import quick_compiles as quick_compiles
+
+import shardfn
+
+ROWS, COLUMNS = 16, 6
+RNG = np.random.default_rng(0)
+PARAMS = {
+    "in": RNG.normal(size=(COLUMNS, 12)).astype(np.float32) / 2,
+    "out": RNG.normal(size=(12, COLUMNS)).astype(np.float32) / 2,
+}
+BATCH = {
+    "x": RNG.normal(size=(ROWS, COLUMNS)).astype(np.float32),
+    "y": RNG.normal(size=(ROWS, COLUMNS)).astype(np.float32),
+}
+KEY = jax.random.key(1)
+Step = Callable[..., Any]
+
+
+def mesh_of(sizes: tuple[int, ...], kind: AxisType = AxisType.Explicit) -> Mesh:
+    names = ("replica", "data")[-len(sizes) :]
+    devices = jax.devices()[: int(np.prod(sizes))]
+    return jax.make_mesh(sizes, names, (kind,) * len(sizes), devices=devices)
+
+
+def rows(mesh: Mesh) -> P:
+    names = mesh.axis_names
+    return P(names if len(names) > 1 else names[0])
+
+
+def trained(params: Any, x: jax.Array, y: jax.Array, extra: Any = None) -> Any:
+    """One step of a two-layer network; `extra` adds a term to the loss."""
+
+    def loss_fn(params: Any) -> tuple[jax.Array, jax.Array]:
+        h = jnp.tanh(x @ params["in"]) @ params["out"]
+        more = 0.0 if extra is None else extra(h, y)
+        return jnp.mean((h - y) ** 2) + more, h
+
+    (loss, _), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), loss
+
+
+def mixup(mesh: Mesh) -> Step:
+    """As big_vision has it, and with another weight on every device."""
+    names = mesh.axis_names
+
+    def mixed(key: jax.Array, *things: jax.Array) -> tuple[jax.Array, ...]:
+        key = jax.random.fold_in(key, lax.axis_index(names))
+        a = jax.random.uniform(key)
+        a = jnp.maximum(a, 1 - a)
+        return tuple(a * t + (1 - a) * jnp.roll(t, 1, axis=0) for t in things)
+
+    def step(params: Any, batch: Any, key: jax.Array) -> tuple[Any, Any]:
+        specs = (P(), rows(mesh), rows(mesh))
+        run = jax.shard_map(mixed, mesh=mesh, in_specs=specs, out_specs=rows(mesh))
+        x, y = run(key, batch["x"], batch["y"])
+        params, loss = trained(params, x, y)
+        return params, {"loss": loss, "x": x}
+
+    return step
+
+
+def captured_key(mesh: Mesh) -> Step:
+    """big_vision's own: the weight is drawn by all devices alike, from a key that the
+    part captures, and comes back from it; the mesh is the one that is set."""
+
+    def step(params: Any, batch: Any, key: jax.Array) -> tuple[Any, Any]:
+        key, mine = jax.random.split(key)
+
+        @partial(
+            jax.shard_map,
+            mesh=mesh,
+            in_specs=(P(), rows(mesh), rows(mesh)),
+            out_specs=(P(), rows(mesh), rows(mesh)),
+        )
+        def mixed(key: Any, x: jax.Array, y: jax.Array) -> tuple[jax.Array, ...]:
+            a = jax.random.beta(key, 2.0, 2.0)
+            return (
+                a,
+                a * x + (1 - a) * jnp.roll(x, 1, axis=0),
+                a * y + (1 - a) * jnp.roll(y, 1, axis=0),
+            )
+
+        a, x, y = mixed(mine, batch["x"], batch["y"])
+        params, loss = trained(params, x, y)
+        return params, {"loss": loss, "a": a, "x": x}
+
+    return step
+
+
+def mean(mesh: Mesh) -> Step:
+    """Normalized by statistics of all devices and of the device's own rows, under
+    `grad`, with scalars in and out."""
+    names = mesh.axis_names
+
+    def normalized(h: jax.Array, scale: jax.Array) -> tuple[jax.Array, ...]:
+        whole = lax.pmean(jnp.mean(h, 0), names)
+        top = lax.pmax(lax.stop_gradient(jnp.max(h)), names)
+        return scale * jax.nn.relu(h - whole) * jnp.mean(h, 0), whole, top
+
+    def step(params: Any, batch: Any) -> tuple[Any, Any]:
+        def extra(h: jax.Array, y: jax.Array) -> jax.Array:
+            part = jax.shard_map(
+                jax.jit(normalized),
+                mesh=mesh,
+                in_specs=(rows(mesh), P()),
+                out_specs=(rows(mesh), P(), P()),
+            )
+            h, whole, top = part(h, jnp.float32(0.5))
+            return jnp.mean(h**2) + jnp.sum(whole**2) + 0.1 * top
+
+        params, loss = trained(params, batch["x"], batch["y"], extra)
+        return params, {"loss": loss}
+
+    return step
+
+
+def contrastive(mesh: Mesh) -> Step:
+    """Each device scores its rows against those of all, which it gathers, in a scan
+    with recomputation."""
+    names = mesh.axis_names
+
+    def scores(h: jax.Array, y: jax.Array) -> jax.Array:
+        others = lax.all_gather(y, names, axis=0, tiled=True)
+        first = lax.axis_index(names) * h.shape[0]
+        logits = h @ others.T
+        at = first + jnp.arange(h.shape[0])
+        own = jnp.take_along_axis(jax.nn.log_softmax(logits), at[:, None], 1)
+
+        @jax.checkpoint
+        def body(total: jax.Array, row: jax.Array) -> tuple[jax.Array, None]:
+            return total + lax.pmean(jnp.tanh(row).sum(), names), None
+
+        total, _ = lax.scan(body, jnp.float32(0), h)
+        return total - lax.psum(own.sum(), names)
+
+    def step(params: Any, batch: Any) -> tuple[Any, Any]:
+        specs = (rows(mesh), rows(mesh))
+        part = jax.shard_map(scores, mesh=mesh, in_specs=specs, out_specs=P())
+        params, loss = trained(params, batch["x"], batch["y"], part)
+        return params, {"loss": loss}
+
+    return step
+
+
+def scanned(mesh: Mesh) -> Step:
+    """The part is called in a scan, and puts devices along
+    the second dimension of one result."""
+    names = mesh.axis_names
+
+    def rolled(h: jax.Array) -> tuple[jax.Array, jax.Array]:
+        sums = jnp.sum(h, 0)[:, None]
+        return jnp.roll(h, 1, 0), sums * lax.axis_index(names[-1]).astype(h.dtype)
+
+    part = jax.shard_map(
+        rolled,
+        mesh=mesh,
+        in_specs=rows(mesh),
+        out_specs=(rows(mesh), P(None, *rows(mesh))),
+    )
+
+    def step(params: Any, batch: Any) -> tuple[Any, Any]:
+        def body(h: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
+            new, sums = part(h)
+            return new, jnp.sum(sums**2)
+
+        def extra(h: jax.Array, y: jax.Array) -> jax.Array:
+            h, sums = lax.scan(body, h, None, length=2)
+            return jnp.mean(h * y) + 0.01 * jnp.sum(sums)
+
+        params, loss = trained(params, batch["x"], batch["y"], extra)
+        return params, {"loss": loss}
+
+    return step
+
+
+def assert_like_plain(
+    make: Callable[[Mesh], Step], mesh: Mesh, is_set: bool, *rest: Any
+) -> shardfn.Plan:
+    """Two steps, each of them like the plain one on the same mesh."""
+    step = make(mesh)
+    run = shardfn.fully_shard(
+        step, mesh, axis=mesh.axis_names, min_size=8, donate=False
+    )
+
+    def put(tree: Any, spec: P) -> Any:
+        return jax.device_put(tree, NamedSharding(mesh, spec))
+
+    with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
+        plain, stored = jax.jit(step), run.shard(PARAMS)
+        params, on_mesh = put(PARAMS, P()), put(BATCH, rows(mesh))
+        for _ in range(2):
+            params, expected = plain(params, on_mesh, *[put(x, P()) for x in rest])
+            stored, metrics = run(stored, BATCH, *rest)
+            for got, want in zip(
+                jax.tree.leaves((run.unshard(stored), metrics)),
+                jax.tree.leaves((params, expected)),
+                strict=True,
+            ):
+                assert got.dtype == want.dtype and got.shape == want.shape
+                np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+        return run.plan(PARAMS, BATCH, *rest)
+
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+NETWORK = {
+    ("all_gather", (6, 12)): 1,
+    ("all_gather", (12, 6)): 1,
+    ("all_reduce", ()): 1,
+    ("psum_scatter", (6, 12)): 1,
+    ("psum_scatter", (12, 6)): 1,
+}
+"""What training the network moves, over one mesh axis."""
+
+
+@pytest.mark.parametrize(
+    "make, sizes, kind, is_set, more",
+    [
+        (mixup, (4,), EXPLICIT, True, {}),
+        (mixup, (4,), EXPLICIT, False, {}),
+        (mixup, (1,), EXPLICIT, True, None),
+        (mixup, (2, 2), AUTO, True, None),
+        (captured_key, (4,), AUTO, False, {}),
+        (mean, (4,), AUTO, False, {("all_reduce", (6,)): 2, ("all_reduce", ()): 1}),
+        (mean, (2, 2), EXPLICIT, True, None),
+        (contrastive, (2, 2), EXPLICIT, True, None),
+        (scanned, (4,), AUTO, True, {}),
+    ],
+)
+def test_like_the_plain_step(
+    make: Any,
+    sizes: tuple[int, ...],
+    kind: AxisType,
+    is_set: bool,
+    more: dict[Any, int] | None,
+) -> None:
+    """`more` is what the part itself moves."""
+    rest = (KEY,) if make in (mixup, captured_key) else ()
+    plan = assert_like_plain(make, mesh_of(sizes, kind), is_set, *rest)
+    assert not plan.fallbacks
+    if more is not None:
+        found = Counter((c.op, c.shape) for c in plan.collectives)
+        assert found == Counter(NETWORK) + Counter(more)
+
+
+def refused(part: Step, mesh: Mesh, spec: P, axis: Any, what: str, *rest: Any) -> None:
+    def step(params: Any, batch: Any, *rest: Any) -> tuple[Any, Any]:
+        specs = (spec, *[P()] * len(rest))
+        mapped = jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=spec)
+        params, loss = trained(params, mapped(batch["x"], *rest), batch["y"])
+        return params, loss
+
+    run = shardfn.fully_shard(step, mesh, axis=axis, min_size=8)
+    with pytest.raises(shardfn.ShardingError) as error:
+        run.plan(PARAMS, BATCH, *rest)
+    assert what in str(error.value)
+    assert "test_inner_shard_map.py" in str(error.value)
+
+
+def test_refused() -> None:
+    mesh = mesh_of((2, 2), AUTO)
+    both = ("replica", "data")
+    divided = "step uses jax.shard_map, whose parts fully_shard cannot divide again."
+    refused(jnp.sin, mesh, P("replica"), "data", divided)
+
+    def shifted(x: jax.Array) -> jax.Array:
+        return lax.ppermute(x, both, [(i, (i + 1) % 4) for i in range(4)])
+
+    batched = "and JAX cannot batch one of its collectives over all devices: "
+    refused(shifted, mesh, P(both), both, batched)
+
+    def noisy(x: jax.Array, key: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(key, lax.axis_index("data"))
+        return x + jax.random.normal(key, x.shape)
+
+    keys = "makes random numbers from several RBG keys"
+    refused(noisy, mesh, P("data"), "data", keys, jax.random.key(0, impl="unsafe_rbg"))
