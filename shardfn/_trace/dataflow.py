@@ -12,6 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from shardfn._core.phases import BACKWARD
 from shardfn._core.program import Atom, Node, Program, aval_of
 
 Place = tuple[int, int, int]
@@ -177,7 +178,10 @@ NOTHING = Update()
 
 
 def updates(program: Program) -> list[Update]:
-    """What each output of a program updates; bit `i` stands for argument `i`."""
+    """What each output of a program updates; bit `i` stands for argument `i`.
+
+    What a backward pass makes is a gradient, also where it adds a penalty's `2 w`.
+    """
     given = [Update(1 << i, 1 << i) for i in range(len(program.inputs))]
     return _updates(program, given)
 
@@ -190,7 +194,7 @@ def _updates(program: Program, given: Sequence[Update]) -> list[Update]:
 
     for node in program.nodes:
         ins = [read(atom) for atom in node.inputs]
-        if not any(update.of for update in ins):
+        if not any(update.of for update in ins) or BACKWARD in node.derivatives:
             continue
         if node.bodies:
             results = _through_bodies(node, known)

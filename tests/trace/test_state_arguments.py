@@ -295,3 +295,22 @@ def test_a_cache_is_donated_and_keeps_its_split() -> None:
         np.testing.assert_allclose(mine[1]["k"], plain[1]["k"], rtol=1e-6)
         assert mine[1]["k"].sharding.spec == jax.P("data")
     assert before[1]["k"].is_deleted() and not CACHE["k"].is_deleted()
+
+
+@pytest.mark.parametrize("penalty", [0.0, 0.1])
+def test_a_gradient_is_no_new_state(penalty: float) -> None:
+    """Also where a penalty adds a multiple of the parameters to it: what comes back
+    would be donated, and a gradient would take its place."""
+
+    def gradient(params, x):
+        def penalized(p):
+            return loss(p, x) + penalty * sum(jnp.sum(v**2) for v in p.values())
+
+        value, g = jax.value_and_grad(penalized)(params)
+        return value, g
+
+    step = shardfn.fully_shard(gradient, jax.make_mesh((8,), ("data",)))
+    params = step.shard(P)
+    with pytest.raises(shardfn.ShardingError, match="returns no state"):
+        step(params, X)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(params))
