@@ -42,7 +42,7 @@ class Programs:
     def planned(self, leaves: tuple[Leaf, ...], treedef: Any, batch: Rest) -> Planned:
         axes = self.storage.axes
         batch_leaves, batch_tree = self.storage.batch_leaves(batch)
-        split = self.plain.split(batch, batch_leaves, axes)
+        split = self.plain.split(batch, batch_leaves, axes, (leaves, treedef))
         return self.plain.planned(
             Side(leaves, self.storage.partition(leaves), treedef),
             Side(tuple(replace(x, auto=()) for x in batch_leaves), split, batch_tree),
@@ -99,7 +99,9 @@ class Programs:
         leaves, treedef = self.storage.leaves(states)
         stored = [self.storage.stored_aval(x, s) for x, s in self.storage.each(leaves)]
         batch_leaves, batch_tree = self.storage.batch_leaves(batch)
-        split = self.plain.split(batch, batch_leaves, self.storage.axes)
+        split = self.plain.split(
+            batch, batch_leaves, self.storage.axes, (leaves, treedef)
+        )
         placed = [
             self.storage.stored_aval(leaf, s)
             for leaf, s in zip(batch_leaves, split, strict=True)

@@ -121,7 +121,8 @@ def fully_shard(
         and the results; `repr(step)` and the plan say which. Without a mesh, the first.
       batch_spec: pytree prefix of the other arguments (of the only other one, or a
         tuple of several) with a `PartitionSpec` or None per leaf. None splits dimension
-        0; scalars and PRNG keys are replicated.
+        0; scalars and PRNG keys are replicated, raw ones where the step makes random
+        numbers from them as they are.
       donate: give the state's buffers to the new state; the old one cannot be used
         again.
       verify: `"error"` or `"warn"`: when the step is first compiled, and for each new

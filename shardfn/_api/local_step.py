@@ -79,7 +79,7 @@ class LocalStep:
         leaves, treedef = self._logical(states)
         stored = self._partition(leaves, axes)
         local, batch_tree = leaves_of(batch, "batch")
-        batch_leaves, split = self._global_batch(batch, local, axes)
+        batch_leaves, split = self._global_batch(batch, local, axes, (leaves, treedef))
         planned = self.plain.planned(
             Side(leaves, stored, treedef), Side(batch_leaves, split, batch_tree), axes
         )
@@ -210,10 +210,14 @@ class LocalStep:
         ), treedef
 
     def _global_batch(
-        self, batch: tuple[Any, ...], local: Sequence[Leaf], axes: Axes
+        self,
+        batch: tuple[Any, ...],
+        local: Sequence[Leaf],
+        axes: Axes,
+        states: tuple[Sequence[Leaf], Any],
     ) -> tuple[tuple[Leaf, ...], tuple[Sharding, ...]]:
         """The batch's leaves on global shapes, and how they are split."""
-        split = self.plain.split(batch, local, axes, is_local=True)
+        split = self.plain.split(batch, local, axes, states, is_local=True)
         leaves = []
         for leaf, sharding in zip(local, split, strict=True):
             shape = list(leaf.aval.shape)

@@ -4,8 +4,10 @@ In: the step as written for one device, and the options that describe it. Out: w
 arguments are state, how the batch is split, and the planned step for given shapes.
 """
 
+import contextlib
+import functools
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import jax
@@ -32,9 +34,10 @@ from shardfn._core.call_arguments import (
 from shardfn._core.errors import ShardingError, called, step_name
 from shardfn._core.leaf_options import Control
 from shardfn._core.leaves import Leaf, leaf_name
-from shardfn._core.sharding import Axes, Sharding
+from shardfn._core.sharding import Axes, Sharding, parts_of
 from shardfn._lowering.planned_program import Planned
-from shardfn._trace.containers import close_avals
+from shardfn._trace.containers import close_avals, on_closed
+from shardfn._trace.raw_keys import raw_keys
 from shardfn._trace.state_arguments import find_state
 from shardfn._trace.trace_step import Trace, trace, trace_once
 from shardfn.storage._leaves import batch_shardings, leaves_of
@@ -82,6 +85,7 @@ class PlainStep:
       plans: planned steps by structure, shapes and configuration of JAX.
       found: what arguments of a structure are, as far as it had to be found.
       traces: the trace that found it, until it is planned.
+      keys: which leaves of a batch are raw PRNG keys, by types; None if not known.
     """
 
     step: Step
@@ -93,6 +97,7 @@ class PlainStep:
     plans: dict[Any, Planned] = field(default_factory=dict)
     found: dict[Any, StateArguments] = field(default_factory=dict)
     traces: dict[Hashable, Trace] = field(default_factory=dict)
+    keys: dict[Hashable, frozenset[int] | None] = field(default_factory=dict)
 
     def meaning(self, args: tuple[Any, ...], axes: Axes | None) -> StateArguments:
         """Which of a call's arguments are state."""
@@ -178,13 +183,71 @@ class PlainStep:
         batch: tuple[Any, ...],
         leaves: Sequence[Leaf],
         axes: Axes,
+        states: tuple[Sequence[Leaf], Any],
         is_local: bool = False,
     ) -> tuple[Sharding, ...]:
-        """How each leaf of the batch is split; shapes are local ones if `is_local`."""
+        """How each leaf of the batch is split.
+
+        Args:
+          batch: the arguments that are not state.
+          leaves: their leaves.
+          axes: the mesh axes.
+          states: the leaves of the state, on logical shapes, and their structure.
+          is_local: whether `leaves` have the shapes of one device's part.
+        """
         meaning = batch.meaning if isinstance(batch, Rest) else StateArguments()
-        return batch_shardings(
-            batch, leaves, self.batch_spec, axes, is_local, meaning.hints
+        split = functools.partial(
+            batch_shardings, batch, leaves, self.batch_spec, axes, is_local
         )
+
+        def keys_among(unsure: Sequence[int]) -> Collection[int]:
+            """The raw keys among some leaves: the step is traced on these shapes, or,
+            if it fails there, on those of the other parts, and tells."""
+            types = self._types(states, batch, leaves)
+            key = types, axes, is_local, compat.configuration()
+            if key not in self.keys:
+                self.keys[key] = self._raw_keys(batch, leaves, states, axes)
+                if self.keys[key] is None:
+                    other = split(raw_keys=lambda unsure: unsure)
+                    shapes = _other_shapes(leaves, other, axes, is_local)
+                    self.keys[key] = self._raw_keys(batch, shapes, states, axes)
+            found = self.keys[key]
+            if found is None:  # whatever fails is reported by the trace that follows
+                uneven = [i for i in unsure if leaves[i].aval.shape[0] % axes.devices]
+                return () if is_local else uneven
+            return found
+
+        return split(hints=meaning.hints, raw_keys=keys_among)
+
+    def _types(
+        self, states: tuple[Sequence[Leaf], Any], batch: Any, leaves: Sequence[Leaf]
+    ) -> Hashable:
+        types = ((x.aval.shape, x.aval.dtype) for x in (*states[0], *leaves))
+        return states[1], jax.tree.structure(batch), *types
+
+    def _raw_keys(
+        self,
+        batch: tuple[Any, ...],
+        leaves: Sequence[Leaf],
+        states: tuple[Sequence[Leaf], Any],
+        axes: Axes,
+    ) -> frozenset[int] | None:
+        """Which leaves of the batch are raw keys; None if the step cannot be traced."""
+        meaning = batch.meaning if isinstance(batch, Rest) else StateArguments()
+        own = [
+            replace(x, aval=_without_row(x.aval))
+            if self.control.of(leaf_name(x.path)).per_device_state
+            else x
+            for x in states[0]
+        ]
+        closed = close_avals(own, states[1]), close_avals(leaves, _structure(batch))
+        run = on_closed(lambda old, rest: self.call(old, Rest(rest, meaning)), [])
+        made = trace_once(run, closed, axes)
+        if made is None:
+            return None
+        with contextlib.suppress(ShardingError):
+            return frozenset(i - len(own) for i in raw_keys(made.program()))
+        return None
 
     def planned(
         self,
@@ -241,6 +304,30 @@ class PlainStep:
             warn_of_axes(planned)
             self.plans[key] = planned
         return self.plans[key]
+
+
+def _structure(batch: Any) -> Any:
+    return jax.tree.structure(tuple(batch))
+
+
+def _without_row(aval: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(aval.shape[1:], aval.dtype, weak_type=aval.weak_type)
+
+
+def _other_shapes(
+    leaves: Sequence[Leaf], split: Sequence[Sharding], axes: Axes, is_local: bool
+) -> list[Leaf]:
+    """Leaves of one device's part on global shapes, or the other way round."""
+    out = []
+    for leaf, sharding in zip(leaves, split, strict=True):
+        shape = list(leaf.aval.shape)
+        for dim in range(len(shape)):
+            parts = parts_of(sharding, dim, axes)
+            shape[dim] = shape[dim] * parts if is_local else shape[dim] // parts
+        dtype, weak = leaf.aval.dtype, leaf.aval.weak_type
+        aval = jax.ShapeDtypeStruct(tuple(shape), dtype, weak_type=weak)
+        out.append(replace(leaf, aval=aval))
+    return out
 
 
 def _key(args: tuple[Any, ...]) -> Hashable:

@@ -38,6 +38,7 @@ from shardfn.analysis.plan import Plan
 from shardfn.analysis.report import Report
 from shardfn.storage._init_state import make_leaves
 from shardfn.storage._layout import with_device_rows
+from shardfn.storage._leaves import batch_shardings, refuse_unsure
 from shardfn.storage._placement import Storage
 from shardfn.storage._stored_array import stored_array
 
@@ -345,7 +346,20 @@ class ShardedStep:
           P('data',)
         """
         leaves, treedef = self.storage.batch_leaves(batch)
-        split = self.plain.split(batch, leaves, self.storage.axes, is_local=True)
+        axes, several = self.storage.axes, len(processes.of(self.mesh.devices.flat)) > 1
+
+        def keys_among(unsure: Sequence[int]) -> Sequence[int]:
+            """Placed whole in one process, rows are where the step finds them, too."""
+            return refuse_unsure(leaves[unsure[0]], axes) if several else unsure
+
+        split = batch_shardings(
+            batch,
+            leaves,
+            self.plain.batch_spec,
+            axes,
+            is_local=True,
+            raw_keys=keys_among,
+        )
         arrays = [
             jax.make_array_from_process_local_data(
                 self.storage.named(leaf, sharding), numpy.asarray(x)
@@ -390,7 +404,8 @@ class ShardedStep:
         """
         storage = self.storage
         batch_leaves, batch_tree = self.storage.batch_leaves(batch)
-        split = self.plain.split(batch, batch_leaves, storage.axes)
+        known = storage.leaves(states)
+        split = self.plain.split(batch, batch_leaves, storage.axes, known)
         whole = is_traced((states, batch))
         stored, leaves, treedef = storage.place(states, whole)
         placed = storage.place_batch(batch, batch_leaves, split)

@@ -5,9 +5,9 @@ shardings, or an error that names the leaf.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -87,6 +87,7 @@ def batch_shardings(
     axes: Axes,
     is_local: bool = False,
     hints: Sequence[str] = (),
+    raw_keys: Callable[[Sequence[int]], Collection[int]] = lambda unsure: (),
 ) -> tuple[Sharding, ...]:
     """How every batch leaf is split.
 
@@ -97,6 +98,8 @@ def batch_shardings(
       axes: the mesh axes; the batch is split over all of them.
       is_local: whether leaves have the shapes of one device's part.
       hints: what is known of arguments that might be none of the batch, for errors.
+      raw_keys: of the leaves at some positions, which have the shape and dtype of a raw
+        PRNG key, those that are one; the others are rows.
 
     Returns:
       One sharding per leaf: dimension 0 split unless `spec` says otherwise; scalars and
@@ -105,9 +108,12 @@ def batch_shardings(
     specs: list[PartitionSpec | None] = []
     _match(spec, batch[0] if len(batch) == 1 else tuple(batch), specs)
     uneven: list[Uneven] = []
+    given = list(zip(leaves, specs, strict=True))
+    unsure = [i for i, (x, one) in enumerate(given) if one is None and _is_unsure(x)]
+    keys = raw_keys(unsure) if unsure else ()
     split = tuple(
-        _batch_leaf(leaf, one, axes, is_local, uneven)
-        for leaf, one in zip(leaves, specs, strict=True)
+        _batch_leaf(leaf, PartitionSpec() if i in keys else one, axes, is_local, uneven)
+        for i, (leaf, one) in enumerate(given)
     )
     if uneven:
         refuse_uneven(uneven, hints)
@@ -179,10 +185,24 @@ def _batch_leaf(
 
 
 def _is_whole(aval: jax.ShapeDtypeStruct) -> bool:
-    """Scalars, empty arrays and PRNG keys, typed or raw, are the same everywhere."""
-    is_key = compat.is_key(aval.dtype)
-    is_raw_key = aval.dtype == np.uint32 and aval.shape in ((2,), (4,))
-    return not aval.shape or 0 in aval.shape or is_key or is_raw_key
+    """Scalars, empty arrays and typed PRNG keys are the same everywhere."""
+    return not aval.shape or 0 in aval.shape or compat.is_key(aval.dtype)
+
+
+def _is_unsure(leaf: Leaf) -> bool:
+    """Whether a leaf may be a raw PRNG key, of Threefry or RBG, or else rows."""
+    return leaf.aval.dtype == np.uint32 and leaf.aval.shape in ((2,), (4,))
+
+
+def refuse_unsure(leaf: Leaf, axes: Axes) -> NoReturn:
+    """Raises for a leaf that may be a raw key or rows, where no step tells."""
+    name, form = leaf.name or "batch", f"uint32{list(leaf.aval.shape)}"
+    raise ShardingError(
+        f"batch leaf '{name}' is {form}: a raw PRNG key, or rows of this process? "
+        f"local_batch cannot tell.\n{called()}"
+        "Say so: batch_spec= with jax.P() for a key, with "
+        f"jax.P({axes.names[0]!r}) for rows. Or pass a key of jax.random.key."
+    )
 
 
 def _check_names(leaf: Leaf, spec: PartitionSpec | None, axes: Axes) -> None:

@@ -14,7 +14,12 @@ from jax.sharding import PartitionSpec as P
 import shardfn
 from shardfn._core.leaves import path_name
 from shardfn._core.sharding import Axes, Split
-from shardfn.storage._leaves import abstract, batch_shardings, leaves_of
+from shardfn.storage._leaves import (
+    abstract,
+    batch_shardings,
+    leaves_of,
+    refuse_unsure,
+)
 from shardfn.storage._stored_array import StoredArray
 
 ONE = Axes(("data",), (8,))
@@ -77,8 +82,6 @@ def test_one_argument_that_is_a_tuple() -> None:
         (True, "-"),
         (KEY, "-"),
         (jax.random.split(KEY, 8), "-"),
-        (jax.random.PRNGKey(0), "-"),
-        (np.zeros(4, np.uint32), "-"),
         (np.zeros(8, np.uint32), 0),
         (np.zeros((8, 2), np.uint32), 0),
         (np.zeros(8, np.int32), 0),
@@ -86,8 +89,32 @@ def test_one_argument_that_is_a_tuple() -> None:
     ],
     ids=str,
 )
-def test_scalars_and_keys_are_replicated(leaf, expected) -> None:
+def test_scalars_and_typed_keys_are_replicated(leaf, expected) -> None:
     assert split_dims(None, {"leaf": leaf}) == ({"leaf": expected},)
+
+
+@pytest.mark.parametrize("words", [jax.random.PRNGKey(0), np.zeros(4, np.uint32)])
+def test_only_the_step_tells_raw_keys_from_rows(words) -> None:
+    """Those that it calls keys are whole; a spec says what it says."""
+    batch = {"rows": words, "key": words, "named": words}
+    leaves, _ = leaves_of((batch,), "batch")
+    asked = []
+    two = Axes(("data",), (2,))
+    key, named, rows = batch_shardings(
+        (batch,), leaves, {"named": P("data")}, two,
+        raw_keys=lambda unsure: (asked.extend(unsure), {0})[1],
+    )  # fmt: skip
+    assert asked == [0, 2]
+    assert (key, named, rows) == (two.replicated, (Split(0),), (Split(0),))
+
+
+def test_local_batch_refuses_what_may_be_a_raw_key() -> None:
+    (leaf,), _ = leaves_of(({"key": jax.random.PRNGKey(0)},), "batch")
+    with pytest.raises(shardfn.ShardingError) as error:
+        refuse_unsure(leaf, ONE)
+    what = "batch leaf 'key' is uint32[2]: a raw PRNG key, or rows of this process? "
+    assert str(error.value).startswith(f"{what}local_batch cannot tell.")
+    assert "jax.P() for a key, with jax.P('data') for rows" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +150,7 @@ def refused(spec, *batch, axes: Axes = ONE) -> str:
 def test_an_unknown_key_is_an_error_with_the_known_ones() -> None:
     message = refused({"z": P()}, {"x": ROWS, "y": ROWS})
     assert "batch_spec names ['z'], but the batch has ['x', 'y']." in message
-    assert re.search(r"called at test_arguments\.py:\d+ \(split_dims\)", message)
+    assert re.search(r"called at test_leaves\.py:\d+ \(split_dims\)", message)
 
 
 def test_an_unknown_nested_key_is_an_error() -> None:
