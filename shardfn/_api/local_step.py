@@ -4,8 +4,10 @@ In: the plain step and the names of mesh axes that the caller binds. Out: a call
 that takes and returns what one device holds.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import MethodType
 from typing import Any, NoReturn
 
 import jax
@@ -13,6 +15,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from shardfn._api.init_function import checked_init
+from shardfn._api.methods import Kept, Method, binds, bound_to
 from shardfn._api.plain_step import PlainStep, Side
 from shardfn._api.planner import plan_init
 from shardfn._core import compat
@@ -52,6 +55,22 @@ class LocalStep:
     _shapes: dict[tuple[Any, Shapes], list[Shapes]] = field(
         default_factory=dict, repr=False
     )
+    _bound: Kept = field(default_factory=dict, repr=False)
+    _owner: Any = None
+
+    def __get__(self, owner: Any, of: Any = None) -> "LocalStep":
+        """The step as a method of an object, which is read when the step is traced."""
+        function = self.plain.step
+        if owner is None or not binds(function):
+            return self
+
+        def make(method: Method) -> LocalStep:
+            plain = replace(self.plain, step=method, plans={}, found={}, traces={})
+            return LocalStep(plain, self.names, self.options)
+
+        step = replace(bound_to(owner, function, self._bound, make), _owner=owner)
+        functools.update_wrapper(step, MethodType(function, owner), updated=())
+        return step
 
     def __repr__(self) -> str:
         name = getattr(self.plain.step, "__name__", "step")

@@ -7,6 +7,7 @@ import functools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from types import MethodType
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from shardfn._api.aot import report_on
 from shardfn._api.call_cache import Kind, Ready, apart, types_of
 from shardfn._api.compiled_steps import Programs, caches_apart, given
 from shardfn._api.init_function import checked_init
+from shardfn._api.methods import Kept, Method, binds, bound_to
 from shardfn._api.plain_step import PlainStep
 from shardfn._api.planner import describe
 from shardfn._api.static_arguments import advises_binding
@@ -59,6 +61,25 @@ class ShardedStep:
     verify: str = "off"
     _ready: dict[Any, Ready] = field(default_factory=dict, repr=False)
     _checked: set[Any] = field(default_factory=set, repr=False)
+    _bound: Kept = field(default_factory=dict, repr=False)
+    _owner: Any = None
+
+    def __get__(self, owner: Any, of: Any = None) -> "ShardedStep":
+        """The step as a method of an object, which is read when the step is traced, not
+        an argument: state and batch are all that is sharded."""
+        function = self.plain.step
+        if owner is None or not binds(function):
+            return self
+
+        def make(method: Method) -> ShardedStep:
+            plain = replace(self.plain, step=method, plans={}, found={}, traces={})
+            return ShardedStep(
+                replace(self.programs, plain=plain, _jitted={}), self.verify
+            )
+
+        step = replace(bound_to(owner, function, self._bound, make), _owner=owner)
+        functools.update_wrapper(step, MethodType(function, owner), updated=())
+        return step
 
     def __repr__(self) -> str:
         sizes = zip(self.storage.axes.names, self.storage.axes.sizes, strict=True)
