@@ -241,7 +241,9 @@ def test_local_shapes_before_the_first_collective() -> None:
 
 @pytest.mark.parametrize("axis", ["data", "rows"])
 def test_a_mistake_of_a_plain_step_is_the_users_own(axis) -> None:
-    """Run once more only if its code holds the name of an axis."""
+    """Run on a device's part only if its code holds the name of an axis. That it fails
+    is said by the last trace: others look for its state, and whether it is traced on an
+    explicit mesh."""
     calls = []
 
     def step(w, x):
@@ -256,7 +258,7 @@ def test_a_mistake_of_a_plain_step_is_the_users_own(axis) -> None:
     assert re.search(r"got \(3,\) and \(16,\)", str(caught.value.__cause__))
     assert not isinstance(caught.value, shardfn.ShardingError)
     assert caught.value.__context__ is caught.value.__cause__
-    assert calls == ([(16, 12), (2, 12)] if axis == "data" else [(16, 12)])
+    assert set(calls) == {(16, 12)} | ({(2, 12)} if axis == "data" else set())
 
 
 def limited(w, batch):
