@@ -6,7 +6,9 @@ that may differ from leaf to leaf.
 """
 
 import functools
+import inspect
 import operator
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +17,14 @@ from jax.sharding import Mesh
 from shardfn._api.local_step import LocalStep
 from shardfn._api.sharded_step import VERIFY, ShardedStep
 from shardfn._core.errors import ShardingError, call_site, cannot_be
+
+_NETWORKS = "flax.linen", "flax.nnx", "equinox"
+"""Libraries whose `Module` is a network; looked at if they are imported."""
+
+_BY_POSITION = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+)
 
 
 def check_step(step: Any, asker: str = "fully_shard") -> None:
@@ -32,8 +42,31 @@ def check_step(step: Any, asker: str = "fully_shard") -> None:
         )
     if isinstance(step, Mesh):
         cannot_be("train_step", step, "Pass the step first, or fully_shard(mesh=mesh).")
+    if _is_model(step):
+        raise ShardingError(
+            f"{asker} takes the whole training step, not a model: "
+            f"{type(step).__name__} is one.\n"
+            f"  {asker} was called at {call_site()}\n"
+            "Write train_step(state, batch) -> (state, metrics) with the model, its "
+            "gradients and the update in it, and shard that: see From PyTorch FSDP2."
+        )
     if not callable(step):
         cannot_be("train_step", step, "Pass a function (state, batch) -> (state, ...).")
+
+
+def _is_model(step: Any) -> bool:
+    """Whether this is a module of a library for networks. A step may be a module too,
+    if it takes a state and a batch."""
+    libraries = (sys.modules.get(name) for name in _NETWORKS)
+    modules = tuple(library.Module for library in libraries if library is not None)
+    if not isinstance(step, modules):
+        return False
+    try:
+        parameters = inspect.signature(step).parameters.values()
+    except (TypeError, ValueError):  # it cannot be called
+        return True
+    needed = [p for p in parameters if p.kind in _BY_POSITION and p.default is p.empty]
+    return len(needed) < 2 and all(p.kind is not p.VAR_POSITIONAL for p in parameters)
 
 
 def check_mesh(mesh: Any) -> None:

@@ -396,6 +396,11 @@ def _no_state(out: Any, states: Sequence[Any], leaves: Sequence[Leaf]) -> NoRetu
         "Return (new_state, metrics), the new state like the old one; a step that only "
         "evaluates returns the state unchanged."
     )
+    if isinstance(out, jax.ShapeDtypeStruct):
+        advice = (
+            "fully_shard takes the whole training step, not a model or its loss: take "
+            "the gradient and update the state in it (see From PyTorch FSDP2). "
+        ) + advice
     results = out if isinstance(out, (tuple, list)) else ()
     form = jax.tree.structure(states[0])
     if number == 1 and form in map(jax.tree.structure, results):

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen, nnx
 from jax.sharding import PartitionSpec as P
 from programs.spoiled import (
     EFFECTS,
@@ -137,6 +138,67 @@ def test_a_mesh_in_place_of_the_step(mesh) -> None:
         "Pass the step first, or fully_shard(mesh=mesh).",
         what="fully_shard",
     )
+
+
+# A model
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        linen.Dense(3),
+        linen.Module(),
+        nnx.Linear(2, 3, rngs=nnx.Rngs(0)),
+        eqx.nn.MLP(2, 2, 2, 1, key=jax.random.key(0)),
+        eqx.Module(),
+    ],
+    ids=lambda model: type(model).__module__ + "." + type(model).__name__,
+)
+def test_a_model_in_place_of_the_step(mesh, model) -> None:
+    refuse(
+        lambda: shardfn.fully_shard(model, mesh),
+        "fully_shard takes the whole training step, not a model: "
+        f"{type(model).__name__} is one.",
+        "see From PyTorch FSDP2.",
+        what="fully_shard",
+    )
+
+
+@pytest.mark.parametrize("choose", [lambda s, m: m["loss"], lambda s, m: s["w"]])
+def test_a_loss_in_place_of_the_step(mesh, state, choose) -> None:
+    step = shardfn.fully_shard(returning(choose), mesh, **OPTIONS)
+    refuse(
+        lambda: step(state, make_batch()),
+        "train_step returns no state: it returned float32[",
+        "takes the whole training step, not a model or its loss",
+        "(see From PyTorch FSDP2)",
+    )
+
+
+class EquinoxStep(eqx.Module):
+    def __call__(self, state, batch):
+        return plain_step(state, batch)
+
+
+class NnxStep(nnx.Module):
+    def __call__(self, state, batch):
+        return plain_step(state, batch)
+
+
+class PlainStep:
+    def __call__(self, *args):
+        return plain_step(*args)
+
+
+STEPS = (EquinoxStep(), NnxStep(), PlainStep(), eqx.filter_jit(plain_step))
+STEPS += (functools.partial(plain_step), jax.jit(plain_step))
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: type(step).__name__)
+def test_objects_that_are_steps(mesh, step) -> None:
+    abstract = jax.eval_shape(init, jax.random.key(0))
+    plan = shardfn.fully_shard(step, mesh, **OPTIONS).plan(abstract, make_batch())
+    assert plan.collectives
 
 
 # A step that is sharded already
