@@ -289,12 +289,6 @@ def fully_shard(
         functools.update_wrapper(local, inner, updated=())
         return local
     for name in names:
-        if names.count(name) > 1:
-            raise ShardingError(
-                f"axis={names} names mesh axis '{name}' twice.\n"
-                f"  fully_shard was called at {call_site()}\n"
-                "Name each mesh axis once, major to minor."
-            )
         if name not in mesh.shape:
             raise ShardingError(
                 f"the mesh has no axis '{name}'; its axes are {tuple(mesh.shape)}.\n"

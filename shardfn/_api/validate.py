@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from shardfn._api.local_step import LocalStep
 from shardfn._api.sharded_step import VERIFY, ShardedStep
 from shardfn._core.errors import ShardingError, call_site, cannot_be
+from shardfn._core.sharding import named_twice
 
 _NETWORKS = "flax.linen", "flax.nnx", "equinox"
 """Libraries whose `Module` is a network; looked at if they are imported."""
@@ -81,6 +82,13 @@ def check_axis(axis: Any) -> tuple[str, ...]:
     names = (axis,) if isinstance(axis, str) else axis
     if not _is_list(names, lambda name: isinstance(name, str)):
         cannot_be("axis", axis, "Pass a mesh axis, such as 'data', or a tuple of them.")
+    twice = named_twice(names)
+    if twice is not None:
+        raise ShardingError(
+            f"axis={tuple(names)} names mesh axis '{twice}' twice.\n"
+            f"  fully_shard was called at {call_site()}\n"
+            "Name each mesh axis once, major to minor."
+        )
     return tuple(names)
 
 

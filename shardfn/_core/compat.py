@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import importlib
 import os
+import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
@@ -743,3 +744,11 @@ def configuration() -> Hashable:
 def distributed_client() -> Any:
     """What `jax.distributed` connects this process to the others with, or None."""
     return _distributed.global_state.client
+
+
+def unbound_axis(error: NameError) -> str | None:
+    """The axis name that a traced function uses without binding it, if that is why;
+    whatever is in the name."""
+    advice = r"\. To fix this, please call \w+ under `jax\.shard_map`\."
+    found = re.search(rf"unbound axis name: (.*?)(?:{advice})?\Z", str(error), re.S)
+    return found[1] if found else None

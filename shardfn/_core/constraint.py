@@ -15,7 +15,15 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
 from shardfn._core.errors import ShardingError, call_site, where
-from shardfn._core.sharding import Axes, AxisSharding, Sharding, Split, on_axis
+from shardfn._core.sharding import (
+    Axes,
+    AxisSharding,
+    Sharding,
+    Split,
+    in_order,
+    named_twice,
+    on_axis,
+)
 
 Spec = tuple[tuple[str, ...] | None, ...]
 """Per dimension, the mesh axes that split it; None leaves it as it is."""
@@ -68,9 +76,11 @@ def constrain(x: Any, spec: PartitionSpec) -> Any:
       `x`.
 
     Raises:
-      ValueError: `spec` has more entries than `x` has dimensions.
+      ValueError: `spec` has more entries than `x` has dimensions, or names an axis
+        twice.
       ShardingError: while planning the step: it does not shard over an axis of `spec`,
-        or the devices do not divide the dimension.
+        the devices do not divide the dimension, or axes of one dimension are not in the
+        order of the step's.
 
     Example:
       >>> import jax, jax.numpy as jnp, shardfn
@@ -83,6 +93,14 @@ def constrain(x: Any, spec: PartitionSpec) -> Any:
       >>> [(line.op, line.shape) for line in plan.collectives]
       [('all_to_all', (8, 16))]
     """
+
+    twice = named_twice(spec)
+    if twice is not None:
+        raise ValueError(
+            f"constrain got {spec}, which names mesh axis '{twice}' twice.\n"
+            f"  constrain was called at {call_site()}\n"
+            "An axis splits one dimension: name it once."
+        )
 
     def one(leaf: Any) -> Any:
         ndim = jax.numpy.ndim(leaf)
@@ -129,6 +147,13 @@ def constrained(eqn: JaxprEqn, state: Sharding, axes: Axes) -> Sharding:
             f"{axes.names}.\n  at {where(eqn)}\n"
             "Name one of these, or use jax.lax.with_sharding_constraint for other axes."
         )
+    for names in spec:
+        if names and (order := in_order(names, axes)) != names:
+            raise ShardingError(
+                f"constrain splits a dimension over {names}, but the step's axes are "
+                f"{axes.names}, major to minor.\n  at {where(eqn)}\n"
+                f"Write {order}."
+            )
     out = axes.replicated
     for axis, (name, now) in enumerate(zip(axes.names, state, strict=True)):
         dim = next((d for d, names in enumerate(spec) if name in (names or ())), None)

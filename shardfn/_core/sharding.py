@@ -7,7 +7,7 @@ Out: the shape on one device and the PartitionSpec.
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from jax.sharding import PartitionSpec
@@ -93,11 +93,15 @@ class Axes:
         return tuple(b // a for a, b in reversed([*itertools.pairwise(edges)]))
 
     def bound(self, axis: int, group: int = 0) -> tuple[str, ...]:
-        """The names that `shard_map` binds for an axis, or for a group along it."""
+        """The names that `shard_map` binds for an axis, or for a group along it: none
+        of the mesh's where it is divided."""
         name = self.names[axis]
         if not self.groups or axis != self.stored:
             return (name,)
-        parts = [f"{name}__{i}" for i in range(len(self.parts))]
+        stem, known = f"{name}__", (*self.names, *(n for n, _ in self.mesh))
+        while any(other.startswith(stem) for other in known):
+            stem += "_"
+        parts = [f"{stem}{i}" for i in range(len(self.parts))]
         at = self.groups.index(group) if group else len(parts) - 1
         return tuple(parts[len(parts) - 1 - at :])
 
@@ -188,6 +192,24 @@ def partition_spec(sharding: Sharding, axes: Axes) -> PartitionSpec:
         names = tuple(axes.names[a] for a in over)
         entries.append(names[0] if len(names) == 1 else names or None)
     return PartitionSpec(*entries)
+
+
+def names_in(entry: object) -> tuple[str, ...]:
+    """The mesh axes of one entry of a PartitionSpec."""
+    if isinstance(entry, tuple):
+        return entry
+    return (entry,) if isinstance(entry, str) else ()
+
+
+def named_twice(spec: Iterable[object]) -> str | None:
+    """A mesh axis that a PartitionSpec names more than once; None if none is."""
+    names = [name for entry in spec for name in names_in(entry)]
+    return next((name for name in names if names.count(name) > 1), None)
+
+
+def in_order(names: Sequence[str], axes: Axes) -> tuple[str, ...]:
+    """Mesh axes in the order of the step's, major to minor."""
+    return tuple(sorted(names, key=axes.names.index))
 
 
 def show(sharding: Sharding, axes: Axes) -> str:

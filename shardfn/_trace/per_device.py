@@ -27,12 +27,6 @@ from shardfn._core.sharding import Axes, Sharding, Split, axes_of
 GlobalStep = Callable[[Any, Any], Any]
 
 
-def unbound_axis(error: NameError) -> str | None:
-    """The axis name that a traced function uses without binding it, if that is why."""
-    _, found, rest = str(error).partition("unbound axis name: ")
-    return rest.split(".")[0].split()[0].strip("'\"") if found else None
-
-
 def reaches_axis(
     step: GlobalStep,
     axes: Axes,
@@ -52,7 +46,7 @@ def reaches_axis(
     try:
         jax.make_jaxpr(first)(states, batch)
     except NameError as error:
-        return unbound_axis(error) in axes.names
+        return compat.unbound_axis(error) in axes.names
     except Exception:
         return False
     return False

@@ -41,7 +41,7 @@ from shardfn._core.sharding import Axes, Sharding, partition_spec
 from shardfn._trace.containers import Closed, close, on_closed, opened
 from shardfn._trace.inner_shard_map import on_whole_arrays
 from shardfn._trace.jaxpr_to_program import make_program
-from shardfn._trace.per_device import GlobalStep, as_global, reaches_axis, unbound_axis
+from shardfn._trace.per_device import GlobalStep, as_global, reaches_axis
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +297,7 @@ def _jaxpr(
 
 def _check_axis(error: NameError, axes: Axes) -> None:
     """Raises unless the trace failed because the step names one of our mesh axes."""
-    name = unbound_axis(error)
+    name = compat.unbound_axis(error)
     if name is None:
         raise error
     if name not in axes.names:

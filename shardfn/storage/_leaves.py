@@ -18,7 +18,15 @@ from shardfn._core import compat
 from shardfn._core.automatic_axes import auto_split
 from shardfn._core.errors import ShardingError, called
 from shardfn._core.leaves import Leaf, path_name
-from shardfn._core.sharding import Axes, Sharding, Split, on_axis
+from shardfn._core.sharding import (
+    Axes,
+    Sharding,
+    Split,
+    in_order,
+    named_twice,
+    names_in,
+    on_axis,
+)
 from shardfn.storage._batch import Uneven, refuse_uneven
 
 NO_AXES: Mapping[str, int] = MappingProxyType({})
@@ -214,6 +222,19 @@ def _check_names(leaf: Leaf, spec: PartitionSpec | None, axes: Axes) -> None:
                 f"{tuple(spec or ())}, but the mesh has no axis '{name}' "
                 f"that the batch is split over.\n{called()}"
                 f"Use the axes that fully_shard was given: {axes.names}."
+            )
+    what = f"batch_spec of leaf '{leaf.name or 'batch'}' is {spec}"
+    twice = named_twice(spec or ())
+    if twice is not None:
+        raise ShardingError(
+            f"{what}, which names mesh axis '{twice}' twice.\n{called()}"
+            "An axis splits one dimension: name it once."
+        )
+    for names in map(names_in, spec or ()):
+        if (order := in_order(names, axes)) != names:
+            raise ShardingError(
+                f"{what}, but the step's axes are {axes.names}, major to minor.\n"
+                f"{called()}Write {order} for the dimension."
             )
 
 

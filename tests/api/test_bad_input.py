@@ -93,7 +93,9 @@ def test_one_axis_of_several_is_missing(mesh, state) -> None:
     )
 
 
-def test_an_axis_given_twice(mesh, state) -> None:
+@pytest.mark.parametrize("where", ["mesh", "the caller's shard_map"])
+def test_an_axis_given_twice(where: str, mesh, state) -> None:
+    mesh = mesh if where == "mesh" else None
     refuse(
         lambda: shardfn.fully_shard(train_step, mesh, axis=("data", "data")),
         "axis=('data', 'data') names mesh axis 'data' twice",

@@ -159,6 +159,31 @@ def test_what_cannot_be_is_refused(spec, message) -> None:
     assert "test_constrain.py" in str(error.value)
 
 
+def test_axes_of_a_dimension_are_in_the_order_of_the_mesh() -> None:
+    def step(w, x):
+        return w, shardfn.constrain(x, P(("data", "replica")))
+
+    run = shardfn.fully_shard(step, make_mesh("2x4"), axis=("replica", "data"))
+    message = (
+        r"constrain splits a dimension over \('data', 'replica'\), but the step's axes "
+        r"are \('replica', 'data'\), major to minor\.\n  at test_constrain\.py:\d+ .*\n"
+        r"Write \('replica', 'data'\)\."
+    )
+    with pytest.raises(shardfn.ShardingError, match=message):
+        run.plan(jnp.ones(3), X)
+
+
+@pytest.mark.parametrize("spec", [P("data", "data"), P(None, ("data", "data"))])
+def test_an_axis_named_twice_is_refused(spec) -> None:
+    message = (
+        r"which names mesh axis 'data' twice\.\n"
+        r"  constrain was called at test_constrain\.py:\d+ .*\n"
+        r"An axis splits one dimension: name it once\."
+    )
+    with pytest.raises(ValueError, match=message):
+        shardfn.constrain(X, spec)
+
+
 def test_too_many_entries_are_refused() -> None:
     message = (
         r"which has 1 dimensions\.\n"

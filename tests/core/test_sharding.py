@@ -135,3 +135,18 @@ def test_values_are_frozen(value) -> None:
 
 def test_where_a_split_comes_from_is_part_of_it() -> None:
     assert Split(0) != Split(0, stored=True)
+
+
+@pytest.mark.parametrize(
+    "others, bound",
+    [
+        ((), ("data__0", "data__1")),
+        (("data__0",), ("data___0", "data___1")),
+        (("data__7", "data___x"), ("data____0", "data____1")),
+    ],
+)
+def test_groups_have_names_that_no_mesh_axis_has(others, bound) -> None:
+    mesh = tuple((name, 2) for name in (*others, "data"))
+    axes = Axes(("data",), (4,), mesh, groups=(2,))
+    assert axes.bound(0) == bound
+    assert axes.bound(0, 2) == bound[1:]

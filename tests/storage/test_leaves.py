@@ -147,6 +147,20 @@ def refused(spec, *batch, axes: Axes = ONE) -> str:
     return str(caught.value)
 
 
+@pytest.mark.parametrize("spec", [P("data", "data"), P(("data", "data"))])
+def test_an_axis_named_twice_is_an_error(spec) -> None:
+    message = refused({"x": spec}, {"x": ROWS})
+    assert "batch_spec of leaf 'x' is " in message
+    assert "which names mesh axis 'data' twice." in message
+
+
+def test_axes_of_a_dimension_have_to_be_in_order() -> None:
+    """Else rows would lie on other devices than the spec says."""
+    message = refused(P(("data", "replica")), ROWS, axes=TWO)
+    assert "but the step's axes are ('replica', 'data'), major to minor." in message
+    assert "Write ('replica', 'data') for the dimension." in message
+
+
 def test_an_unknown_key_is_an_error_with_the_known_ones() -> None:
     message = refused({"z": P()}, {"x": ROWS, "y": ROWS})
     assert "batch_spec names ['z'], but the batch has ['x', 'y']." in message

@@ -293,3 +293,17 @@ def test_batch_spec() -> None:
     expected, its = under_pmap(step, W / 4, X, table)
     np.testing.assert_array_equal(run.unshard(state), expected)
     assert metrics["loss"] == its["loss"][0]
+
+
+@pytest.mark.parametrize("axis", ["dp.0", "my axis", "it's"])
+def test_any_name_of_the_mesh_axis(axis: str) -> None:
+    """What JAX says of an unbound axis holds the name as it is."""
+
+    def step(w, x):
+        return w - lax.pmean(x.mean(0), axis), lax.psum(x.sum(), axis)
+
+    mesh = jax.sharding.Mesh(jax.devices(), (axis,))
+    run = shardfn.fully_shard(step, mesh, axis=axis, min_size=0, donate=False)
+    x = jnp.arange(64.0).reshape(8, 8)
+    new, total = run(jnp.ones(8), x)
+    assert new.tolist() == (1 - x.mean(0)).tolist() and total == x.sum()
