@@ -69,8 +69,14 @@ def fully_shard(
 
 @overload
 def fully_shard(
-    train_step: None = None, mesh: Mesh | None = None, **options: Unpack[Options]
-) -> Callable[[Step], Any]: ...
+    train_step: None = None, *, mesh: Mesh, **options: Unpack[Options]
+) -> Callable[[Step], ShardedStep]: ...
+
+
+@overload
+def fully_shard(
+    train_step: None = None, mesh: None = None, **options: Unpack[Options]
+) -> Callable[[Step], LocalStep]: ...
 
 
 def fully_shard(
