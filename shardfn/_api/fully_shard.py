@@ -1,8 +1,10 @@
 """The transform: a plain training step in, the same step on a sharded state out."""
 
+import difflib
 import functools
+import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
@@ -27,6 +29,8 @@ from shardfn._core.leaf_options import Accumulate, PerLeaf, Reshard, make_contro
 from shardfn._lowering.xla_options import Asked, check_options
 from shardfn.storage._mesh_context import automatic
 from shardfn.storage._placement import Storage, axes_over
+
+Made = TypeVar("Made", bound=Callable[..., Any])
 
 
 class PerLeafOptions(TypedDict, total=False):
@@ -55,6 +59,27 @@ class Options(PerLeafOptions, total=False):
     compiler_options: Asked
 
 
+def _knows_options(transform: Made) -> Made:
+    """Makes `fully_shard` say which option a misspelled one may be."""
+    known = list(inspect.signature(transform).parameters)
+
+    @functools.wraps(transform)
+    def with_options(*args: Any, **options: Any) -> Any:
+        for option in options:
+            if option not in known:
+                close = difflib.get_close_matches(option, known, n=1)
+                advice = f"Its options are {', '.join(known[1:])}."
+                if close:
+                    advice = f"Did you mean {close[0]}=...? {advice}"
+                raise ShardingError(
+                    f"fully_shard has no option '{option}'.\n"
+                    f"  fully_shard was called at {call_site()}\n{advice}"
+                )
+        return transform(*args, **options)
+
+    return with_options  # pyright: ignore[reportReturnType]
+
+
 @overload
 def fully_shard(
     train_step: Step, mesh: Mesh, **options: Unpack[Options]
@@ -79,6 +104,7 @@ def fully_shard(
 ) -> Callable[[Step], LocalStep]: ...
 
 
+@_knows_options
 def fully_shard(
     train_step: Step | None = None,
     mesh: Mesh | None = None,

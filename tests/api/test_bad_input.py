@@ -133,6 +133,27 @@ def test_values_that_an_option_does_not_have(mesh, option, value, advice) -> Non
     refuse(lambda: shardfn.fully_shard(**arguments), says, advice, what="fully_shard")
 
 
+@pytest.mark.parametrize(
+    "option, advice",
+    [
+        (
+            "reshard_after_foward",
+            "Did you mean reshard_after_forward=...? Its options ",
+        ),
+        ("state_argnum", "Did you mean state_argnums=...?"),
+        ("mixed_precision", "Its options are mesh, axis, min_size, strict, "),
+    ],
+)
+def test_options_that_there_are_not(mesh, option, advice) -> None:
+    for args in ((plain_step, mesh), ()):
+        refuse(
+            lambda args=args: shardfn.fully_shard(*args, **{option: 1}),
+            f"fully_shard has no option '{option}'.",
+            advice,
+            what="fully_shard",
+        )
+
+
 def test_a_mesh_in_place_of_the_step(mesh) -> None:
     refuse(
         lambda: shardfn.fully_shard(mesh),
