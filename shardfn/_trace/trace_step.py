@@ -384,9 +384,21 @@ def _check_state(
                 f"{step_name()} changes state leaf '{leaf_name(path)}' from {old_type} "
                 f"to {new_type}.\n"
                 f"{called()}"
+                f"{_weakly(leaf.aval, new_leaf)}"
                 "A sharded state keeps its shapes and dtypes: cast or reshape the new "
                 "value back, or start with the type that the step returns."
             )
+
+
+def _weakly(old: Any, new: Any) -> str:
+    """What becomes of a weakly typed leaf elsewhere."""
+    if not old.weak_type or old.shape != new.shape:
+        return ""
+    return (
+        "The leaf is weakly typed, as Python numbers are: jax.jit would compile again "
+        f"with {new.dtype} in its second call, and lax.scan would cast it before its "
+        f"first iteration. Start with jnp.{new.dtype}(...). "
+    )
 
 
 def _no_state(out: Any, states: Sequence[Any], leaves: Sequence[Leaf]) -> NoReturn:

@@ -369,6 +369,24 @@ def test_a_step_that_changes_its_state(mesh, state, changes, parts) -> None:
     refuse(lambda: step.plan(state, make_batch()), "train_step changes", *parts)
 
 
+@pytest.mark.parametrize("count", [0, jnp.asarray(0), jnp.int32(0)])
+def test_a_weakly_typed_leaf_that_changes(mesh, state, count) -> None:
+    step = shardfn.fully_shard(
+        changed(count=lambda x: x.astype(jnp.float32)), mesh, **OPTIONS, donate=False
+    )
+    message = refuse(
+        lambda: step.plan(state | {"count": count}, make_batch()),
+        "changes state leaf 'count' from int32[] to float32[]",
+        "start with the type that the step returns.",
+    )
+    why = (
+        "The leaf is weakly typed, as Python numbers are: jax.jit would compile again "
+        "with float32 in its second call, and lax.scan would cast it before its first "
+        "iteration. Start with jnp.float32(...). "
+    )
+    assert (why in message) == (not isinstance(count, jax.Array) or count.weak_type)
+
+
 def test_a_step_that_turns_its_state_into_a_tuple(mesh, state) -> None:
     def train_step(state, batch):
         new, metrics = plain_step(state, batch)
