@@ -16,6 +16,8 @@ from shardfn._api.plain_step import PlainStep, Side
 from shardfn._core import compat
 from shardfn._core.call_arguments import Rest, StateArguments, joined, with_caches
 from shardfn._core.leaves import Leaf
+from shardfn._core.limits import BATCH_KINDS
+from shardfn._core.recent import Recent
 from shardfn._lowering.planned_program import Planned
 from shardfn._lowering.shard_map import on_mesh
 from shardfn._lowering.xla_options import Asked, compiler_options
@@ -37,7 +39,9 @@ class Programs:
     storage: Storage
     donate: bool
     asked: Asked = None
-    _jitted: dict[Any, Any] = field(default_factory=dict, repr=False)
+    _jitted: Recent[Any, Any] = field(
+        default_factory=lambda: Recent(BATCH_KINDS), repr=False
+    )
 
     def planned(self, leaves: tuple[Leaf, ...], treedef: Any, batch: Rest) -> Planned:
         axes = self.storage.axes
@@ -60,11 +64,13 @@ class Programs:
         self,
         leaves: tuple[Leaf, ...],
         treedef: Any,
+        batch: tuple[Sequence[Leaf], Any],
         meaning: StateArguments,
         whole: bool = False,
     ) -> Any:
         """The jitted step on stored leaves and the tuple of the other arguments, traced
-        on the logical shapes of `leaves`.
+        on the logical shapes of `leaves`: one for each kind of `batch`, its leaves and
+        structure, so that what is compiled goes with it.
 
         Where it becomes part of another program, that is compiled as its own call says,
         and leaves that are stored padded come and go `whole`.
@@ -72,13 +78,15 @@ class Programs:
         options = {} if whole else self.options
         shapes = tuple((leaf.aval.shape, leaf.auto) for leaf in leaves)
         donated = (0,) if self.donate and not compat.checks_values() else ()
-        key = treedef, shapes, whole, tuple(options.items()), donated, meaning
+        kinds = tuple((leaf.aval.shape, leaf.aval.dtype) for leaf in batch[0])
+        key = treedef, shapes, batch[1], kinds, whole
+        key = *key, tuple(options.items()), donated, meaning
         storage = self.storage
         if key not in self._jitted:
 
-            def run(donated: Any, batch: tuple[Any, ...]) -> Any:
+            def run(donated: Any, given: tuple[Any, ...]) -> Any:
                 stored, caches = donated if meaning.caches else (donated, ())
-                rest = joined(batch, caches, meaning)
+                rest = joined(given, caches, meaning)
                 named = [
                     replace(leaf, aval=_like(x, leaf.aval.shape))
                     for x, leaf in zip(stored, leaves, strict=True)
@@ -106,7 +114,7 @@ class Programs:
             self.storage.stored_aval(leaf, s)
             for leaf, s in zip(batch_leaves, split, strict=True)
         ]
-        jitted = self.jitted(leaves, treedef, batch.meaning)
+        jitted = self.jitted(leaves, treedef, (batch_leaves, batch_tree), batch.meaning)
         return jitted.trace(*given(stored, batch, placed))
 
 

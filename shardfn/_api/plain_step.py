@@ -34,6 +34,8 @@ from shardfn._core.call_arguments import (
 from shardfn._core.errors import ShardingError, called, step_name
 from shardfn._core.leaf_options import Control
 from shardfn._core.leaves import Leaf, leaf_name
+from shardfn._core.limits import BATCH_KINDS
+from shardfn._core.recent import Recent
 from shardfn._core.sharding import Axes, Sharding, parts_of
 from shardfn._lowering.planned_program import Planned
 from shardfn._trace.containers import close_avals, on_closed
@@ -94,10 +96,14 @@ class PlainStep:
     state_argnums: tuple[int, ...] | None
     batch_spec: Any
     control: Control = Control()
-    plans: dict[Any, Planned] = field(default_factory=dict)
-    found: dict[Any, StateArguments] = field(default_factory=dict)
+    plans: Recent[Any, Planned] = field(default_factory=lambda: Recent(BATCH_KINDS))
+    found: Recent[Any, StateArguments] = field(
+        default_factory=lambda: Recent(BATCH_KINDS)
+    )
     traces: dict[Hashable, Trace] = field(default_factory=dict)
-    keys: dict[Hashable, frozenset[int] | None] = field(default_factory=dict)
+    keys: Recent[Hashable, frozenset[int] | None] = field(
+        default_factory=lambda: Recent(BATCH_KINDS)
+    )
 
     def meaning(self, args: tuple[Any, ...], axes: Axes | None) -> StateArguments:
         """Which of a call's arguments are state."""

@@ -32,6 +32,8 @@ from shardfn._core.errors import (
     names_step,
     step_name,
 )
+from shardfn._core.limits import BATCH_KINDS
+from shardfn._core.recent import Recent
 from shardfn._lowering.planned_program import Planned
 from shardfn._trace.trace_step import leaked_tracer
 from shardfn.analysis import targets
@@ -59,8 +61,12 @@ class ShardedStep:
 
     programs: Programs
     verify: str = "off"
-    _ready: dict[Any, Ready] = field(default_factory=dict, repr=False)
-    _checked: set[Any] = field(default_factory=set, repr=False)
+    _ready: Recent[Any, Ready] = field(
+        default_factory=lambda: Recent(BATCH_KINDS), repr=False
+    )
+    _checked: Recent[Any, bool] = field(
+        default_factory=lambda: Recent(BATCH_KINDS), repr=False
+    )
     _bound: Kept = field(default_factory=dict, repr=False)
     _owner: Any = None
 
@@ -139,7 +145,7 @@ class ShardedStep:
         stored, state_tree = jax.tree.flatten(states)
         flat_batch, batch_tree = jax.tree.flatten(batch)
         key = self._key(state_tree, batch_tree, flat_batch)
-        ready = None if key is None else self._ready.get(key)
+        ready = None if key is None else self._ready.find(key)
         found = None if ready is None else ready.arrays(stored)
         placed = None if ready is None else ready.place(flat_batch)
         if ready is not None and found is not None and placed is not None:
@@ -244,7 +250,9 @@ class ShardedStep:
         states, batch = self.plain.divide(args, named, self.storage.axes)
         leaves, treedef = self.storage.leaves(states)
         batch_leaves, batch_tree = self.storage.batch_leaves(batch)
-        moved = replace(self.programs, storage=self.storage.on(there), _jitted={})
+        moved = replace(
+            self.programs, storage=self.storage.on(there), _jitted=Recent(1)
+        )
         return report_on(
             targets.target(target),
             moved,
@@ -436,7 +444,9 @@ class ShardedStep:
         )
         padded = (i for i, k in enumerate(kinds) if k.is_padded and not whole)
         ready = Ready(
-            run=self.programs.jitted(leaves, treedef, batch.meaning, whole),
+            run=self.programs.jitted(
+                leaves, treedef, (batch_leaves, batch_tree), batch.meaning, whole
+            ),
             kinds=kinds,
             padded=tuple(padded),
             batch=tuple(
@@ -447,7 +457,7 @@ class ShardedStep:
         )
         kinds = tuple((x.aval, x.auto) for x in (*leaves, *batch_leaves))
         program = treedef, batch_tree, kinds, storage.home, compat.configuration()
-        if program not in self._checked:
+        if not self._checked.find(program):
             is_real = not whole
             rest = jax.tree.unflatten(batch_tree, placed)
             planned = functools.partial(self.programs.planned, leaves, treedef, rest)
@@ -463,7 +473,7 @@ class ShardedStep:
                     with processes.meeting("compiled the step", group):
                         lowered().compile()
             if is_real:
-                self._checked.add(program)
+                self._checked[program] = True
         return ready, stored, placed
 
     def _key(self, state_tree: Any, batch_tree: Any, batch: Sequence[Any]) -> Any:

@@ -10,3 +10,8 @@ every device: then more devices can make the step at most twice as fast."""
 
 REPLICATED_FLOPS = 2**30
 """How many of them there have to be for a warning, too: fewer take microseconds."""
+
+BATCH_KINDS = 64
+"""For how many structures and shapes of batches a step keeps what it has planned and
+compiled, the last used: a program takes megabytes, and compiling it again seconds to
+minutes. Lengths in buckets are fewer; as many as there are lengths are no cache."""

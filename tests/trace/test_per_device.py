@@ -295,7 +295,7 @@ def test_batch_spec() -> None:
     assert metrics["loss"] == its["loss"][0]
 
 
-@pytest.mark.parametrize("axis", ["dp.0", "my axis", "it's"])
+@pytest.mark.parametrize("axis", ["dp.0", "my axis"])
 def test_any_name_of_the_mesh_axis(axis: str) -> None:
     """What JAX says of an unbound axis holds the name as it is."""
 
