@@ -13,6 +13,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from shardfn._api.methods import Method
+
 LIMIT = 20_000
 """Objects looked at; a function that reaches more is taken to name anything."""
 
@@ -50,6 +52,8 @@ def _parts(value: Any) -> Iterator[Any]:
         yield from (value.func, value.args, value.keywords)
     elif isinstance(value, types.MethodType):
         yield from (value.__func__, value.__self__)
+    elif isinstance(value, Method):
+        yield from (value.function, value.owner())
     elif isinstance(value, types.FunctionType):
         if not _is_library(value.__module__):
             yield from (value.__code__, value.__defaults__, value.__kwdefaults__)

@@ -122,3 +122,18 @@ def test_an_object_that_cannot_be_referred_to_weakly() -> None:
     assert message.startswith("train_step is a method of a Slotted, which cannot be")
     assert "test_methods.py:" in message
     assert message.endswith("shard a function that takes what the method reads.")
+
+
+def test_an_axis_that_only_the_object_names() -> None:
+    """The step spells out a device's shapes, so it fails on the global batch."""
+
+    class PerDevice:
+        @shardfn.fully_shard(mesh=MESH)
+        def step(self, w, x):
+            mean = jax.lax.pmean(x.reshape(2).sum(), self.axes["batch"])
+            return w + mean, mean
+
+    trainer = PerDevice()
+    trainer.axes = {"batch": "data"}
+    w, mean = trainer.step(jnp.zeros((64, 512)), jnp.ones(16))
+    assert mean == 2.0 and (w == 2.0).all()
