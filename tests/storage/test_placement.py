@@ -253,3 +253,27 @@ def test_scalars_and_keys_of_the_batch_come_from_any_devices(count) -> None:
         given = (key, lr) if place is None else jax.device_put((key, lr), place)
         found = jax.device_get(sharded(w, x, *given))
         jax.tree.map(np.testing.assert_allclose, found, jax.device_get(plain))
+
+
+def test_results_on_readmes_mesh_are_like_other_arrays() -> None:
+    """That mesh has explicit axes; results lie on the state's, so that JAX does not ask
+    for an `out_sharding` where they are indexed, sorted or contracted."""
+    mesh = jax.make_mesh((8,), ("data",))
+
+    def train_step(w, x):
+        return w * 0.5, x @ w
+
+    step = shardfn.fully_shard(train_step, mesh, min_size=0, donate=False)
+    w, x = jnp.arange(24.0).reshape(6, 4), jnp.arange(96.0).reshape(16, 6) % 7
+    state, preds = step(w, x)
+    new, expected = train_step(w, x)
+    assert preds.sharding.mesh == jax.tree.leaves(state)[0].sharding.mesh
+    uses = {
+        "a row": lambda y: y[3],
+        "sorted": lambda y: jnp.sort(y.ravel()),
+        "matmul": lambda y: y @ w.T,
+        "stacked": lambda y: jnp.concatenate([y, y[:3]]),
+    }
+    for name, use in uses.items():
+        np.testing.assert_array_equal(use(preds), use(expected), err_msg=name)
+    np.testing.assert_array_equal(step.unshard(state), new)
