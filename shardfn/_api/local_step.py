@@ -65,8 +65,7 @@ class LocalStep:
             return self
 
         def make(method: Method) -> LocalStep:
-            plain = replace(self.plain, step=method, plans={}, found={}, traces={})
-            return LocalStep(plain, self.names, self.options)
+            return LocalStep(self.plain.of(method), self.names, self.options)
 
         step = replace(bound_to(owner, function, self._bound, make), _owner=owner)
         functools.update_wrapper(step, MethodType(function, owner), updated=())

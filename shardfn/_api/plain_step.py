@@ -105,6 +105,11 @@ class PlainStep:
         default_factory=lambda: Recent(BATCH_KINDS)
     )
 
+    def of(self, step: Step) -> "PlainStep":
+        """Another step with the same options."""
+        options = self.min_size, self.strict, self.state_argnums, self.batch_spec
+        return PlainStep(step, *options, self.control)
+
     def meaning(self, args: tuple[Any, ...], axes: Axes | None) -> StateArguments:
         """Which of a call's arguments are state."""
         if self.state_argnums is not None:

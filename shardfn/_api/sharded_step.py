@@ -78,10 +78,9 @@ class ShardedStep:
             return self
 
         def make(method: Method) -> ShardedStep:
-            plain = replace(self.plain, step=method, plans={}, found={}, traces={})
-            return ShardedStep(
-                replace(self.programs, plain=plain, _jitted={}), self.verify
-            )
+            own, of = self.plain.of(method), self.programs
+            programs = Programs(own, of.storage, of.donate, of.asked)
+            return ShardedStep(programs, self.verify)
 
         step = replace(bound_to(owner, function, self._bound, make), _owner=owner)
         functools.update_wrapper(step, MethodType(function, owner), updated=())
