@@ -234,6 +234,8 @@ def _through_op(node: Node, ins: Sequence[Update], result: int) -> Update:
     made: Any = node.eqn.outvars[result].aval
     if rule is None or jnp.issubdtype(getattr(made, "dtype", bool), jnp.bool_):
         return NOTHING
+    if rule.shifts or (rule.whole and name not in _WRITES):  # elements change places
+        return NOTHING
     moves = name in _MOVES
     found = NOTHING
     for i, update in enumerate(ins):

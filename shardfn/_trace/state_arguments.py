@@ -196,7 +196,8 @@ class _Search:
             return False
         if FIRST not in self.alike.get(position, ()):
             return False
-        return not any(update.of for update in self._updated(position, FIRST))
+        updated = self._updated(position, FIRST)
+        return bool(updated) and not any(update.of for update in updated)
 
     def _pairs(self) -> dict[Position, Path]:
         """The arguments that come back, and where: those that are updated there, in

@@ -163,6 +163,9 @@ def pick(fn, *order):
         (lambda p, n, x: (update(p, MU, x)[0], n + 1), (P, 0, X), "0<-0"),
         # Single arrays.
         (lambda w, x: (w, jnp.sort(x)), (ones(3), ones(16)), "0<-0"),
+        (lambda s, x: (s, x * 2), (jnp.float32(0), X), "0<-0"),
+        (lambda s, x: (s, jnp.roll(x, 1, 0)), (jnp.float32(0), X), "0<-0"),
+        (lambda s, x: (s + 1, jnp.cumsum(x)), (jnp.float32(0), ones(16)), "0<-0"),
         (lambda w, x: (linear(w, x), 0.0), (ones(16, 8), X), "0<-0"),
         (lambda x, w: (0.0, linear(w, x)), (X, ones(16, 8)), "1<-1"),
         (lambda w, b, x: (linear(w, x), b - w.sum(0), 0.0), (ones(16, 8), ones(8), X),
