@@ -259,7 +259,7 @@ class Storage:
         there = self.given if any(is_placed_on(self.given, x) for x in batch) else here
         return [
             x
-            if compat.is_traced(x) or x.sharding.mesh == mesh
+            if type(x) not in compat.CONCRETE_ARRAYS or x.sharding.mesh == mesh
             else jax.device_put(x, NamedSharding(mesh, x.sharding.spec))
             for i, x in enumerate(out)
             for mesh in (here if i in new else there,)
