@@ -247,7 +247,7 @@ def test_no_decision_looks_at_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan_of() == before
     package = pathlib.Path(shardfn.__file__).parent
     # It knows which process this is, for those that place and write its own part.
-    for file in set(package.rglob("*.py")) - {package / "_processes.py"}:
+    for file in set(package.rglob("*.py")) - {package / "_core" / "processes.py"}:
         for word in ("process_index", "local_devices", "process_count"):
             assert word not in file.read_text(), file
 
