@@ -37,6 +37,7 @@ class Move:
       op: the collective in plans, in JAX's words; "" if nothing is sent.
       hlo: the opcode of that collective in compiled programs.
       joins: whether moves of several values can be one collective.
+      sums: whether the collective reduces terms.
       trips: how often a ring over the devices sends the value.
     """
 
@@ -48,6 +49,7 @@ class Move:
     op: ClassVar[str] = ""
     hlo: ClassVar[str] = ""
     joins: ClassVar[bool] = False
+    sums: ClassVar[bool] = False
     trips: ClassVar[int] = 0
 
     @property
@@ -68,7 +70,7 @@ class Move:
     @property
     def reduces(self) -> str:
         """What the collective reduces terms by; "" if it does not reduce."""
-        return ""
+        return self.state.op if self.sums and isinstance(self.state, Unreduced) else ""
 
     def devices(self, shape: Sequence[int], axes: Axes) -> int:
         """How many devices talk to each other about a value of global `shape`."""
@@ -105,12 +107,8 @@ class ReduceScatter(Move):
 
     name = op = "psum_scatter"
     hlo = "reduce-scatter"
-    joins = True
+    joins = sums = True
     trips = 1
-
-    @property
-    def reduces(self) -> str:
-        return _reducer(self.state)
 
     def elements(self, shape: Sequence[int], axes: Axes) -> int:
         parts = math.prod(
@@ -126,12 +124,8 @@ class AllReduce(Move):
 
     name = op = "all_reduce"
     hlo = "all-reduce"
-    joins = True
+    joins = sums = True
     trips = 2
-
-    @property
-    def reduces(self) -> str:
-        return _reducer(self.state)
 
 
 class GatherTerms(Move):
@@ -268,8 +262,3 @@ def move_of(before: Sharding, after: Sharding) -> Move:
 def moves_of(path: Sequence[Sharding]) -> list[Move]:
     """The moves along a path."""
     return [move_of(a, b) for a, b in zip(path, path[1:], strict=False)]
-
-
-def _reducer(state: AxisSharding) -> str:
-    assert isinstance(state, Unreduced)
-    return state.op
