@@ -51,8 +51,9 @@ def functions() -> Iterator[tuple[str, Callable]]:
     for name, value in PUBLIC.items():
         if inspect.isfunction(value):
             yield name, value
-        for method, function in vars(value).items() if value in STEPS else ():
-            if inspect.isfunction(function) and not method.startswith("_"):
+        members = inspect.getmembers(value, inspect.isfunction)
+        for method, function in members if value in STEPS else ():
+            if not method.startswith("_"):
                 yield f"{name}.{method}", function
 
 

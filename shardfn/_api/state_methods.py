@@ -1,0 +1,210 @@
+"""What a sharded step does with its state and batch besides running.
+
+In: functions that make states, states and batches, whole or stored. Out: states that
+are stored as the step has them, whole again, or without values; global batches.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy
+from jax.sharding import Mesh
+
+from shardfn._api.compiled_steps import Programs
+from shardfn._api.init_function import checked_init
+from shardfn._api.plain_step import PlainStep
+from shardfn._core import compat, processes
+from shardfn._core.automatic_axes import made_by
+from shardfn._core.errors import names_step
+from shardfn.storage._init_state import make_leaves
+from shardfn.storage._layout import with_device_rows
+from shardfn.storage._leaves import batch_shardings, refuse_unsure
+from shardfn.storage._placement import Storage
+from shardfn.storage._stored_array import stored_array
+
+
+@dataclass(eq=False, repr=False)
+class StateMethods:
+    """The methods of a `ShardedStep` that make, place and put together its state."""
+
+    programs: Programs
+
+    @property
+    def plain(self) -> PlainStep:
+        """The plain step, and what its arguments mean."""
+        return self.programs.plain
+
+    @property
+    def storage(self) -> Storage:
+        """The mesh, and how states are stored on it."""
+        return self.programs.storage
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh that `fully_shard` was given."""
+        return self.storage.given
+
+    @names_step
+    def init(self, init_fn: Callable[..., Any], *args: Any) -> Any:
+        """Makes the state, sharded from birth, with the values of `init_fn(*args)`.
+
+        A device holds its shards and, while a leaf is made that cannot be made in
+        parts, such as an orthogonal matrix, that leaf. Where one program for all leaves
+        would hold more, several make some leaves each, one after the other.
+
+        Args:
+          init_fn: pure function that returns the whole state. Splits over other mesh
+            axes that it names, by `with_sharding_constraint` or as `out_shardings` of a
+            `jax.jit`, are kept.
+          *args: its arguments.
+
+        Returns:
+          The state, each leaf split as `shardings` says.
+        """
+        storage = self.storage
+        init_fn = self._with_rows(checked_init(init_fn, args, "init"))
+        made = made_by(init_fn, args, storage.auto_sizes)
+        leaves, treedef = storage.leaves((made,))
+        traced = is_traced(args)
+        out = make_leaves(*storage.stored_init(init_fn, leaves, whole=traced), args)
+        storage.note_splits(leaves, treedef)
+        return jax.tree.unflatten(treedef, storage.as_leaves(out, leaves))[0]
+
+    @names_step
+    def abstract(self, init_fn: Callable[..., Any], *args: Any) -> Any:
+        """What `init` would make, without values: `jax.eval_shape(init_fn, *args)` with
+        the splits over other mesh axes that `init_fn` names.
+
+        Args:
+          init_fn: pure function that returns the whole state.
+          *args: its arguments, arrays or `ShapeDtypeStruct`s.
+
+        Returns:
+          Pytree of `ShapeDtypeStruct`, whole, as `plan`, `lower`, `shardings` and the
+          `restore` of `shardfn.storage.checkpoint` take it.
+        """
+        init_fn = self._with_rows(checked_init(init_fn, args, "abstract"))
+        made = made_by(init_fn, args, self.storage.auto_sizes)
+        leaves, treedef = self.storage.leaves((made,))
+        return jax.tree.unflatten(treedef, self.storage.abstract(leaves))[0]
+
+    @names_step
+    def shard(self, state: Any) -> Any:
+        """Splits a whole state, which stays usable.
+
+        Args:
+          state: pytree of arrays, on the host or on any device.
+
+        Returns:
+          The same pytree, each leaf split as `shardings` says: over the mesh axis of
+          `fully_shard`, and over other mesh axes as it comes in. A leaf that no
+          dimension divides is stored padded, or flattened and padded.
+        """
+        if self.storage.control.has_per_device_state:
+            state = with_device_rows(state, self.storage.axes, self.storage.control)
+        storage, traced = self.storage, is_traced(state)
+        stored, leaves, treedef = storage.place((state,), whole=traced)
+        given = map(stored_array, jax.tree.leaves(state))
+        stored = [
+            jax.numpy.copy(x) if x is old and not traced else x
+            for x, old in zip(stored, given, strict=True)
+        ]
+        return jax.tree.unflatten(treedef, storage.as_leaves(stored, leaves))[0]
+
+    @names_step
+    def unshard(self, state: Any, process: int | None = None) -> Any:
+        """Puts a stored state together on one device.
+
+        Args:
+          state: a state that `init`, `shard` or the step returned.
+          process: with several processes, the number of the one that gets the state;
+            all have to call it. Each device holds one whole leaf at a time.
+
+        Returns:
+          The same pytree with every leaf whole, without padding, on the first device of
+          the mesh, or of the process; None in other processes.
+
+        Raises:
+          ShardingError: the mesh has devices of several processes, and `process` is
+            not given.
+        """
+        if process is None:
+            return self.storage.whole((state,))[0]
+        whole = self.storage.whole_on(process, (state,))
+        return None if whole is None else whole[0]
+
+    @names_step
+    def local_batch(self, *batch: Any) -> Any:
+        """Puts the rows that each process has together to a global batch.
+
+        Args:
+          *batch: the step's arguments but the state, on the host: of leaves that are
+            split, this process's own rows, as many as every other has; all of others.
+
+        Returns:
+          The batch as global arrays, which the step takes as they are; a tuple if there
+          are several arguments. Nothing is sent between processes.
+
+        Raises:
+          ValueError: the rows of a leaf cannot be split over the process's devices.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, numpy as np, shardfn
+          >>> mesh = jax.make_mesh((8,), ("data",))
+          >>> step = shardfn.fully_shard(lambda w, x: (w, x.sum()), mesh)
+          >>> step.local_batch(np.ones((16, 2))).sharding.spec
+          P('data',)
+        """
+        leaves, treedef = self.storage.batch_leaves(batch)
+        axes, several = self.storage.axes, len(processes.of(self.mesh.devices.flat)) > 1
+
+        def keys_among(unsure: Sequence[int]) -> Sequence[int]:
+            """Placed whole in one process, rows are where the step finds them, too."""
+            return refuse_unsure(leaves[unsure[0]], axes) if several else unsure
+
+        split = batch_shardings(
+            batch,
+            leaves,
+            self.plain.batch_spec,
+            axes,
+            is_local=True,
+            raw_keys=keys_among,
+        )
+        arrays = [
+            jax.make_array_from_process_local_data(
+                self.storage.named(leaf, sharding), numpy.asarray(x)
+            )
+            for x, leaf, sharding in zip(
+                jax.tree.leaves(batch), leaves, split, strict=True
+            )
+        ]
+        made = jax.tree.unflatten(treedef, arrays)
+        return made[0] if len(made) == 1 else made
+
+    @names_step
+    def shardings(self, state: Any) -> Any:
+        """The `NamedSharding` of every leaf, as stored.
+
+        Args:
+          state: a state or its `ShapeDtypeStruct`s, whole or stored.
+
+        Returns:
+          Pytree of `NamedSharding`.
+        """
+        leaves, treedef = self.storage.leaves((state,))
+        avals = [self.storage.whole_aval(x, s) for x, s in self.storage.each(leaves)]
+        return jax.tree.unflatten(treedef, [x.sharding for x in avals])[0]
+
+    def _with_rows(self, init_fn: Callable[..., Any]) -> Callable[..., Any]:
+        """`init_fn` with a row for each device in what devices keep for themselves."""
+        axes, control = self.storage.axes, self.storage.control
+        if not control.has_per_device_state:
+            return init_fn
+        return lambda *args: with_device_rows(init_fn(*args), axes, control)
+
+
+def is_traced(tree: Any) -> bool:
+    """Whether a call with these arguments is traced, or becomes part of what is."""
+    return compat.is_tracing() or any(map(compat.is_traced, jax.tree.leaves(tree)))
