@@ -4,7 +4,16 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
+from typing import (
+    Any,
+    Literal,
+    ParamSpec,
+    Protocol,
+    TypedDict,
+    TypeVar,
+    Unpack,
+    overload,
+)
 
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
@@ -31,6 +40,24 @@ from shardfn.storage._mesh_context import automatic
 from shardfn.storage._placement import Storage, axes_over
 
 Made = TypeVar("Made", bound=Callable[..., Any])
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class ToSharded(Protocol):
+    """What `fully_shard(mesh=mesh)` returns."""
+
+    def __call__(self, train_step: Callable[P, R], /) -> ShardedStep[P, R]:
+        """The sharded step."""
+        ...
+
+
+class ToLocal(Protocol):
+    """What `fully_shard(axis="data")` returns."""
+
+    def __call__(self, train_step: Callable[P, R], /) -> LocalStep[P, R]:
+        """The step on local shards."""
+        ...
 
 
 class PerLeafOptions(TypedDict, total=False):
@@ -82,26 +109,26 @@ def _knows_options(transform: Made) -> Made:
 
 @overload
 def fully_shard(
-    train_step: Step, mesh: Mesh, **options: Unpack[Options]
-) -> ShardedStep: ...
+    train_step: Callable[P, R], mesh: Mesh, **options: Unpack[Options]
+) -> ShardedStep[P, R]: ...
 
 
 @overload
 def fully_shard(
-    train_step: Step, mesh: None = None, **options: Unpack[Options]
-) -> LocalStep: ...
+    train_step: Callable[P, R], mesh: None = None, **options: Unpack[Options]
+) -> LocalStep[P, R]: ...
 
 
 @overload
 def fully_shard(
     train_step: None = None, *, mesh: Mesh, **options: Unpack[Options]
-) -> Callable[[Step], ShardedStep]: ...
+) -> ToSharded: ...
 
 
 @overload
 def fully_shard(
     train_step: None = None, mesh: None = None, **options: Unpack[Options]
-) -> Callable[[Step], LocalStep]: ...
+) -> ToLocal: ...
 
 
 @_knows_options
@@ -125,7 +152,7 @@ def fully_shard(
     bucket_bytes: PerLeaf[int] = 0,
     shard: PerLeaf[str | tuple[str, ...] | Literal[False] | None] = None,
     per_device_state: Sequence[str] = (),
-) -> ShardedStep | LocalStep | Callable[[Step], Any]:
+) -> ShardedStep[..., Any] | LocalStep[..., Any] | Callable[[Step], Any]:
     """Shards `train_step`'s state over one mesh axis, gathering each parameter where it
     is used.
 

@@ -8,7 +8,15 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MethodType
-from typing import Any, NoReturn
+from typing import (
+    Any,
+    Concatenate,
+    Generic,
+    NoReturn,
+    ParamSpec,
+    TypeVar,
+    overload,
+)
 
 import jax
 from jax import lax
@@ -34,10 +42,15 @@ from shardfn.storage._layout import partition
 from shardfn.storage._leaves import leaves_of
 
 Shapes = tuple[tuple[int, ...], ...]
+P = ParamSpec("P")
+R = TypeVar("R")
+Own = ParamSpec("Own")
+"""The parameters of a method but the object."""
+State = TypeVar("State")
 
 
 @dataclass(eq=False, repr=False)
-class LocalStep:
+class LocalStep(Generic[P, R]):
     """A training step inside a manual context; `fully_shard` without a mesh makes it.
 
     Call it, and its methods, where the mesh axes are bound: in the body of
@@ -58,7 +71,15 @@ class LocalStep:
     _bound: Kept = field(default_factory=dict, repr=False)
     _owner: Any = None
 
-    def __get__(self, owner: Any, of: Any = None) -> "LocalStep":
+    @overload
+    def __get__(self, owner: None, of: Any = None) -> "LocalStep[P, R]": ...
+
+    @overload
+    def __get__(
+        self: "LocalStep[Concatenate[Any, Own], R]", owner: object, of: Any = None
+    ) -> "LocalStep[Own, R]": ...
+
+    def __get__(self, owner: Any, of: Any = None) -> "LocalStep[..., Any]":
         """The step as a method of an object, which is read when the step is traced."""
         function = self.plain.step
         if owner is None or not binds(function):
@@ -76,7 +97,7 @@ class LocalStep:
         return f"LocalStep({name} over {', '.join(self.names)})"
 
     @names_step
-    def __call__(self, *args: Any, **named: Any) -> Any:
+    def __call__(self, *args: P.args, **named: P.kwargs) -> R:
         """Runs the step on local shards.
 
         Args:
@@ -110,7 +131,7 @@ class LocalStep:
         return planned.traced.returned(run(*typed))
 
     @names_step
-    def init(self, init_fn: Callable[..., Any], *args: Any) -> Any:
+    def init(self, init_fn: Callable[..., State], *args: Any) -> State:
         """This device's shards of the state that `init_fn(*args)` makes.
 
         Args:
@@ -126,7 +147,7 @@ class LocalStep:
         return jax.tree.unflatten(treedef, planned(*jax.tree.leaves(args)))[0]
 
     @names_step
-    def shard(self, state: Any) -> Any:
+    def shard(self, state: State) -> State:
         """This device's shards of a whole state.
 
         Args:
@@ -140,7 +161,7 @@ class LocalStep:
         return self._moved(state, leaves, treedef, axes, to_whole=False)
 
     @names_step
-    def unshard(self, state: Any) -> Any:
+    def unshard(self, state: State) -> State:
         """The whole state, on every device.
 
         Args:

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from types import MethodType
-from typing import Any
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 import jax
 
@@ -39,9 +39,14 @@ from shardfn.analysis.report import Report
 
 VERIFY = ("off", "warn", "error")
 
+P = ParamSpec("P")
+R = TypeVar("R")
+Own = ParamSpec("Own")
+"""The parameters of a method but the object."""
+
 
 @dataclass(eq=False, repr=False)
-class ShardedStep(StateMethods):
+class ShardedStep(StateMethods, Generic[P, R]):
     """A training step on a sharded state; `fully_shard` makes it, and it is called like
     the step that it was made from.
 
@@ -60,7 +65,15 @@ class ShardedStep(StateMethods):
     _bound: Kept = field(default_factory=dict, repr=False)
     _owner: Any = None
 
-    def __get__(self, owner: Any, of: Any = None) -> "ShardedStep":
+    @overload
+    def __get__(self, owner: None, of: Any = None) -> "ShardedStep[P, R]": ...
+
+    @overload
+    def __get__(
+        self: "ShardedStep[Concatenate[Any, Own], R]", owner: object, of: Any = None
+    ) -> "ShardedStep[Own, R]": ...
+
+    def __get__(self, owner: Any, of: Any = None) -> "ShardedStep[..., Any]":
         """The step as a method of an object, which is read when the step is traced, not
         an argument: state and batch are all that is sharded."""
         function = self.plain.step
@@ -99,7 +112,7 @@ class ShardedStep(StateMethods):
 
     @names_step
     @advises_binding
-    def __call__(self, *args: Any, **named: Any) -> Any:
+    def __call__(self, *args: P.args, **named: P.kwargs) -> R:
         """Runs the step: state and batch in, the new state, stored, and the rest out.
 
         Args:

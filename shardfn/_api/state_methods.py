@@ -6,7 +6,7 @@ are stored as the step has them, whole again, or without values; global batches.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import jax
 import numpy
@@ -23,6 +23,8 @@ from shardfn.storage._layout import with_device_rows
 from shardfn.storage._leaves import batch_shardings, refuse_unsure
 from shardfn.storage._placement import Storage
 from shardfn.storage._stored_array import stored_array
+
+State = TypeVar("State")
 
 
 @dataclass(eq=False, repr=False)
@@ -47,7 +49,7 @@ class StateMethods:
         return self.storage.given
 
     @names_step
-    def init(self, init_fn: Callable[..., Any], *args: Any) -> Any:
+    def init(self, init_fn: Callable[..., State], *args: Any) -> State:
         """Makes the state, sharded from birth, with the values of `init_fn(*args)`.
 
         A device holds its shards and, while a leaf is made that cannot be made in
@@ -73,7 +75,7 @@ class StateMethods:
         return jax.tree.unflatten(treedef, storage.as_leaves(out, leaves))[0]
 
     @names_step
-    def abstract(self, init_fn: Callable[..., Any], *args: Any) -> Any:
+    def abstract(self, init_fn: Callable[..., State], *args: Any) -> State:
         """What `init` would make, without values: `jax.eval_shape(init_fn, *args)` with
         the splits over other mesh axes that `init_fn` names.
 
@@ -91,7 +93,7 @@ class StateMethods:
         return jax.tree.unflatten(treedef, self.storage.abstract(leaves))[0]
 
     @names_step
-    def shard(self, state: Any) -> Any:
+    def shard(self, state: State) -> State:
         """Splits a whole state, which stays usable.
 
         Args:
@@ -112,6 +114,12 @@ class StateMethods:
             for x, old in zip(stored, given, strict=True)
         ]
         return jax.tree.unflatten(treedef, storage.as_leaves(stored, leaves))[0]
+
+    @overload
+    def unshard(self, state: State, process: None = None) -> State: ...
+
+    @overload
+    def unshard(self, state: State, process: int | None) -> State | None: ...
 
     @names_step
     def unshard(self, state: Any, process: int | None = None) -> Any:
