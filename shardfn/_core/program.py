@@ -13,6 +13,7 @@ from jax.extend.core import JaxprEqn, Literal
 from shardfn._core.leaves import NO_LEAF, Names
 from shardfn._core.op_sharding_rule import OpShardingRule
 from shardfn._core.phases import BACKWARD, Pass
+from shardfn._core.regions import Region
 
 T = TypeVar("T")
 
@@ -41,7 +42,7 @@ class Node:
       rule: the op's rule, if it has one.
       kinds: per operand VALUE, ZERO (known to be zero) or LITERAL (another one).
       looks: see `equation_key`; the same object for equations that look the same.
-      counts: scan: (constants, carries); while: (condition constants, body constants).
+      regions: per body, how its arguments and results lie among the node's.
       during: in which pass of the step it runs; `_trace.mark_passes` fills it in.
       microbatches: whether it is a scan over microbatches, each with rows to split.
     """
@@ -52,7 +53,7 @@ class Node:
     derivatives: tuple[str, ...] = ()
     kind: str = "op"
     bodies: "tuple[Program, ...]" = ()
-    counts: tuple[int, int] = (0, 0)
+    regions: tuple[Region, ...] = ()
     rule: OpShardingRule | None = None
     kinds: tuple[str, ...] = ()
     looks: tuple[Any, ...] = ()
@@ -63,6 +64,35 @@ class Node:
     def backward(self) -> bool:
         """Whether it is in the backward pass of a gradient."""
         return self.during.is_backward
+
+    @property
+    def passes_through(self) -> bool:
+        """Whether its results are its operands, one by one."""
+        return self.kind in ("barrier", "constrain")
+
+    @property
+    def is_loop(self) -> bool:
+        return self.kind in ("scan", "while")
+
+    @property
+    def is_call(self) -> bool:
+        """Whether it runs one body once."""
+        return self.kind in ("remat", "custom")
+
+    @property
+    def times(self) -> int | None:
+        """How often it runs its body; None if that cannot be known."""
+        if self.kind == "while":
+            return None
+        return self.eqn.params["length"] if self.kind == "scan" else 1
+
+    def sliced(self, operands: Sequence[T]) -> list[T]:
+        """What of its operands a scan takes a slice of in each iteration."""
+        return [
+            operands[region.operands[i]]
+            for region in self.regions
+            for i in region.slices
+        ]
 
     @property
     def is_unrolled(self) -> bool:
@@ -104,17 +134,6 @@ def number_of(atom: Atom) -> int:
 
 def aval_of(program: Program, atom: Atom) -> Any:
     return program.avals[atom] if isinstance(atom, int) else atom.aval
-
-
-def entering_body(node: Node, body: int, operands: Sequence[T]) -> Sequence[T]:
-    """What of the operands of a control-flow node enters one of its bodies."""
-    if node.kind == "cond":
-        return operands[1:]
-    if node.kind != "while":
-        return operands
-    tests, consts = node.counts
-    first = operands[tests : tests + consts] if body else operands[:tests]
-    return [*first, *operands[tests + consts :]]
 
 
 def last_pass(node: Node) -> Pass:

@@ -31,6 +31,7 @@ from shardfn._core.plan import (
     together,
 )
 from shardfn._core.program import Node, Program, aval_of
+from shardfn._core.regions import part
 from shardfn._core.resharding import reshard_path
 from shardfn._core.sharding import Axes, Sharding, axes_of
 from shardfn._lowering.collectives import run_move, varying
@@ -260,8 +261,7 @@ class _Run:
 
     def body(self, step: Apply, node: Node, i: int) -> Callable[..., list[jax.Array]]:
         place, apart, axes = (*self.place, step.node, i), self.apart, self.axes
-        if node.kind == "scan":
-            apart |= {axes.names[a] for a in rows_apart(node, step)}
+        apart |= {axes.names[a] for a in rows_apart(node, step)}
 
         def run(*args: jax.Array) -> list[jax.Array]:
             return emit(node.bodies[i], step.bodies[i], args, axes, place, apart)
@@ -289,20 +289,20 @@ class _Run:
         return run_custom(node, step.bodies[0], run, args, self.axes, emit)
 
     def scan(self, step: Apply, node: Node, operands: Arrays) -> Arrays:
-        n_consts, n_carry = node.counts
+        (region,), carries = node.regions, node.regions[0].carries
         run, plan, body = self.body(step, node, 0), step.bodies[0], node.bodies[0]
-        n_xs = n_consts + n_carry
-        consts = operands[:n_consts]
-        xs = [*operands[n_xs:], *(self.env[ref] for ref in step.imports)]
+        consts = part(operands, region.constants)
+        xs = [*node.sliced(operands), *(self.env[ref] for ref in step.imports)]
         init = [
             self.typed(x, s, getattr(body.avals[v], "weak_type", None))
             for x, s, v in zip(
-                self.started(step, operands, range(n_consts, n_xs)),
-                plan.inputs[n_consts:n_xs],
-                body.inputs[n_consts:n_xs],
+                self.started(step, operands, part(region.operands, carries)),
+                part(plan.inputs, carries),
+                part(body.inputs, carries),
                 strict=True,
             )
         ]
+        n_carry = len(carries)
 
         def iteration(carry: Any, x: Any, made: Any = ()) -> tuple[Any, Any]:
             if node.backward and node.is_unrolled:
@@ -310,9 +310,10 @@ class _Run:
             out = run(*consts, *carry, *x, *made)
             return tuple(out[:n_carry]), tuple(out[n_carry:])
 
-        def part(ahead: Ahead) -> Part:
+        def taken_ahead(ahead: Ahead) -> Part:
             used = {ref for s in ahead.part.steps for ref in reads(s)}
-            scanned = (*map(Ref, body.inputs[n_xs:]), *ahead.part.imports)
+            slices = part(body.inputs, region.slices)
+            scanned = (*map(Ref, slices), *ahead.part.imports)
             return Part(
                 ahead.lead,
                 lambda slices: self.part(step, node, ahead.part).run_part(
@@ -323,7 +324,7 @@ class _Run:
 
         run_scan = lax.scan
         if step.ahead:
-            parts = list(map(part, step.ahead))
+            parts = list(map(taken_ahead, step.ahead))
             run_scan = functools.partial(scan_ahead, parts=parts)
         apart = rows_apart(node, step)
         names = tuple(name for i in apart for name in self.axes.bound(i))
@@ -339,14 +340,14 @@ class _Run:
                 x if sharding[apart[0]] is None else c
                 for c, x, sharding in zip(
                     carry,
-                    operands[n_consts:n_xs],
-                    step.operand_shardings[n_consts:n_xs],
+                    part(operands, carries),
+                    part(step.operand_shardings, carries),
                     strict=True,
                 )
             ]
         return [*carry, *ys]
 
-    def started(self, step: Apply, operands: Arrays, carries: range) -> Arrays:
+    def started(self, step: Apply, operands: Arrays, carries: Sequence[int]) -> Arrays:
         """What a loop starts from. A literal that it sums up from is one term alone."""
         out = []
         for i in carries:
@@ -359,28 +360,29 @@ class _Run:
         return out
 
     def loop(self, step: Apply, node: Node, operands: Arrays) -> Arrays:
-        n_test, n_body = node.counts
         test, run = self.body(step, node, 0), self.body(step, node, 1)
-        start = n_test + n_body
-        plan, body = step.bodies[1], node.bodies[1]
-        args = self.entering(plan, body, operands[n_test:])
+        tested, looped = node.regions
+        given = looped.entering(operands)
+        tests = part(tested.entering(operands), tested.constants)
+        consts = part(given, looped.constants)
+        args = self.entering(step.bodies[1], node.bodies[1], given)
         out = lax.while_loop(
-            lambda carry: test(*operands[:n_test], *carry)[0],
-            lambda carry: tuple(run(*operands[n_test:start], *carry)),
-            tuple(args[n_body:]),
+            lambda carry: test(*tests, *carry)[0],
+            lambda carry: tuple(run(*consts, *carry)),
+            tuple(part(args, looped.carries)),
         )
         return list(out)
 
     def branch(self, step: Apply, node: Node, operands: Arrays) -> Arrays:
-        index, *rest = operands
-        args = self.entering(step.bodies[0], node.bodies[0], rest)
+        given = node.regions[0].entering(operands)
+        args = self.entering(step.bodies[0], node.bodies[0], given)
         branches = [self.body(step, node, i) for i in range(len(node.bodies))]
-        return lax.switch(index, branches, *args)
+        return lax.switch(operands[0], branches, *args)
 
 
 def rows_apart(node: Node, step: Apply) -> tuple[int, ...]:
     """Indices of the mesh axes along which devices scan different rows."""
-    scanned = step.operand_shardings[sum(node.counts) :]
+    scanned = node.sliced(step.operand_shardings)
     return axes_of(scanned[0], 0) if scanned else ()
 
 

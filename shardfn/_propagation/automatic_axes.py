@@ -7,7 +7,7 @@ on the parts that this propagation finds, by the same op sharding rules. Where X
 split the value otherwise, it makes it so first: the bytes over our axes are the plan's.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -111,9 +111,11 @@ class _Walk:
         """The step with its bodies noted, and the splits of its results."""
         node = self.program.nodes[step.node]
         operands = list(map(self.of, node.inputs))
-        if node.kind in _FLOW:
+        if node.passes_through:
+            return step, operands
+        if node.bodies:
             wanted = list(map(self.will_be, node.outputs))
-            return _FLOW[node.kind](self.rules, step, node, operands, wanted)
+            return _flow(self.rules, step, node, operands, wanted)
         rule = self.rule(node)
         if rule is None or not any(operands):
             return step, [()] * len(node.outputs)
@@ -173,90 +175,40 @@ def _in_value(dims: Any, rule: OpShardingRule, found: dict[str, AutoAxes]) -> Au
 # Control flow
 
 
-def _body(
-    rules: Any, node: Node, step: Apply, i: int, inputs: Splits, wanted: Splits
-) -> tuple[BodyPlan, Splits]:
-    return _Walk(node.bodies[i], rules).run(step.bodies[i], inputs, wanted)
-
-
-def _call(
+def _flow(
     rules: Any, step: Apply, node: Node, operands: Splits, wanted: Splits
 ) -> Flow:
-    body, results = _body(rules, node, step, 0, operands, wanted)
-    return replace(step, bodies=(body,)), results
+    """The step with its bodies noted, and the splits of its results: of each, those of
+    the first body that splits it. Carries that begin whole, as zeros do, take the split
+    of what replaces them."""
+    given, bodies = list(operands), list(step.bodies)
+    results: Splits = [()] * len(node.outputs)
 
+    def run(k: int) -> Splits:
+        region, walk = node.regions[k], _Walk(node.bodies[k], rules)
+        inputs = [
+            full(split[1:]) if i in region.slices else split
+            for i, split in enumerate(region.entering(given))
+        ]
+        outputs = [
+            full(split[1:]) if j in region.stacks else split
+            for j, split in enumerate(region.leaving(wanted, ()))
+        ]
+        bodies[k], made = walk.run(step.bodies[k], inputs, outputs)
+        return made
 
-def _passed_on(
-    rules: Any, step: Apply, node: Node, operands: Splits, wanted: Splits
-) -> Flow:
-    return step, operands
-
-
-def _cond(
-    rules: Any, step: Apply, node: Node, operands: Splits, wanted: Splits
-) -> Flow:
-    """A result is split as in the first branch that splits it."""
-    runs = [
-        _body(rules, node, step, i, operands[1:], wanted)
-        for i in range(len(node.bodies))
-    ]
-    results = [
-        next(filter(None, splits), ())
-        for splits in zip(*(results for _, results in runs), strict=True)
-    ]
-    return replace(step, bodies=tuple(body for body, _ in runs)), results
-
-
-def _scan(
-    rules: Any, step: Apply, node: Node, operands: Splits, wanted: Splits
-) -> Flow:
-    consts, carries = node.counts
-    start = consts + carries
-    rows = [full(split[1:]) for split in operands[start:]]
-    wanted = [*wanted[:carries], *(full(split[1:]) for split in wanted[carries:])]
-
-    def run(carry: Splits) -> tuple[BodyPlan, Splits]:
-        inputs = [*operands[:consts], *carry, *rows]
-        return _body(rules, node, step, 0, inputs, wanted)
-
-    carry, (body, results) = _settled(run, operands[consts:start])
-    stacked = [full(((), *split)) for split in results[carries:]]
-    return replace(step, bodies=(body,)), [*carry, *stacked]
-
-
-def _while(
-    rules: Any, step: Apply, node: Node, operands: Splits, wanted: Splits
-) -> Flow:
-    tests, consts = node.counts
-    start = tests + consts
-
-    def run(carry: Splits) -> tuple[BodyPlan, Splits]:
-        return _body(rules, node, step, 1, [*operands[tests:start], *carry], wanted)
-
-    carry, (body, _) = _settled(run, operands[start:])
-    test, _ = _body(rules, node, step, 0, [*operands[:tests], *carry], [])
-    return replace(step, bodies=(test, body)), carry
-
-
-def _settled(
-    run: Callable[[Splits], tuple[BodyPlan, Splits]], carry: Splits
-) -> tuple[Splits, tuple[BodyPlan, Splits]]:
-    """Carries that begin whole, as zeros do, take the split of what replaces them."""
-    out = run(carry)
-    while True:  # a carry that is split stays so: it ends
-        joined = [a or b for a, b in zip(carry, out[1], strict=False)]
-        if joined == carry:
-            return carry, out
-        carry = joined
-        out = run(carry)
-
-
-_FLOW: dict[str, Callable[..., Flow]] = {
-    "remat": _call,
-    "custom": _call,
-    "barrier": _passed_on,
-    "constrain": _passed_on,
-    "cond": _cond,
-    "scan": _scan,
-    "while": _while,
-}
+    # Loops first: their tests are of what they carry in the end.
+    for k in sorted(range(len(bodies)), key=lambda k: not node.regions[k].loops):
+        region = node.regions[k]
+        while True:  # a carry that is split stays so: it ends
+            made, before = run(k), list(given)
+            for j, i in region.loops:
+                given[region.operands[i]] = given[region.operands[i]] or made[j]
+            if given == before:
+                break
+        for j, i in region.loops:
+            made[j] = given[region.operands[i]]
+        for j, result in region.returned():
+            split = full(((), *made[j])) if j in region.stacks else made[j]
+            results[result] = results[result] or split
+    return replace(step, bodies=tuple(bodies)), results

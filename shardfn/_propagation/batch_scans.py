@@ -46,28 +46,27 @@ def row_loop(
       The loop's shardings.
     """
     (body,) = node.bodies
-    n_consts, n_carry = node.counts
-    start = n_consts + n_carry
+    (region,) = node.regions
+    start = region.slices.start
     rows: Sharding = tuple(Split(0) if n > 1 else None for n in axes.sizes)
     terms: Sharding = tuple(Unreduced() if n > 1 else None for n in axes.sizes)
-    scanned = zip(avals[start:], states[start:], strict=True)
+    scanned = zip(node.sliced(avals), node.sliced(states), strict=True)
     split = [aval.shape for aval, state in scanned if state == rows]
     if rows == axes.replicated or not split:
         return None
     if node.microbatches and _can_split_inside(split, axes):
         return None
-    carried = list(zip(body.inputs[n_consts:start], body.outputs, strict=False))
+    carried = [(body.inputs[i], body.outputs[j]) for j, i in region.loops]
     kept = [value == output for value, output in carried]
     if not all(k or _adds_up(body, *c) for k, c in zip(kept, carried, strict=True)):
         return None
     if sum(map(nbytes, avals[:start])) > LOOP_BYTES or not _can_differ(body):
         return None
-    n_ys = len(node.outputs) - n_carry
-    whole = (axes.replicated,) * n_consts
+    whole = (axes.replicated,) * len(region.constants)
     sums = tuple(axes.replicated if k else terms for k in kept)
     return RowLoop(
-        operands=(*whole, *sums, *(rows,) * (len(avals) - start)),
-        results=(*sums, *(rows,) * n_ys),
+        operands=(*whole, *sums, *(rows,) * len(region.slices)),
+        results=(*sums, *(rows,) * len(region.stacks)),
     )
 
 

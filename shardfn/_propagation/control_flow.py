@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from shardfn._core.leaf_options import Control
 from shardfn._core.plan import BodyPlan
 from shardfn._core.program import Node, Program
+from shardfn._core.regions import part
 from shardfn._core.resharding import can_split
 from shardfn._core.sharding import (
     Axes,
@@ -116,41 +117,40 @@ class FlowSite:
     # scan
 
     def scan(self) -> Decision:
-        (body,) = self.node.bodies
-        n_consts, n_carry = self.node.counts
-        n_xs = n_consts + n_carry
+        (body,), (region,) = self.node.bodies, self.node.regions
         states = [self.entering(i) for i in range(len(self.states))]
         loop = row_loop(self.node, self.operand_avals, states, self.axes)
         if loop is not None:
             return self.over_rows(loop)
-        consts = states[:n_consts]
-        xs = [self.scanned(i) for i in range(n_xs, len(self.states))]
+        consts = part(states, region.constants)
+        xs = [self.scanned(i) for i in region.slices]
         inner_xs = [_shift(s, -1) for s in xs]
         wants = [
-            w if j < n_carry else _shift_wants(w, -1) for j, w in enumerate(self.wants)
+            _shift_wants(w, -1) if j in region.stacks else w
+            for j, w in enumerate(self.wants)
         ]
-        n_ys = len(self.result_avals) - n_carry
-        keep_ys = list(self.keep[n_carry:])
+        keep_ys = part(self.keep, region.stacks)
 
         def solve(carry: Sequence[Sharding], pin: bool) -> Solved:
-            fixed = list(carry) if pin else [None] * n_carry
+            fixed = list(carry) if pin else [None] * len(carry)
             carried = [union(w, c) for w, c in zip(wants, carry, strict=False)]
             return self.solve(
                 body,
                 (*consts, *carry, *inner_xs),
-                (*fixed, *[None] * n_ys),
-                (*carried, *wants[n_carry:]),
-                (*(True for _ in range(n_carry)), *keep_ys),
+                (*fixed, *[None] * len(keep_ys)),
+                (*carried, *part(wants, region.stacks)),
+                (*(True for _ in carry), *keep_ys),
             )
 
         carry = self.carries(
-            body, range(n_consts, n_xs), lambda c: solve(c, False).plan, wants
+            body, region.carries, lambda c: solve(c, False).plan, wants
         )
         solved = solve(carry, True)
-        ys = solved.plan.output_shardings[n_carry:]
+        ys = part(solved.plan.output_shardings, region.stacks)
         out = (*carry, *(_shift(y, 1) for y in ys))
         back = tuple(
-            w if i < n_xs else _shift_wants(w, 1) for i, w in enumerate(solved.wants)
+            _shift_wants(w, 1) if i in region.slices else w
+            for i, w in enumerate(solved.wants)
         )
         return Decision((*consts, *carry, *xs), out, out, (), (solved.plan,), back)
 
@@ -192,16 +192,15 @@ class FlowSite:
 
     def loop(self) -> Decision:
         test, body = self.node.bodies
-        n_test, n_body = self.node.counts
-        start = n_test + n_body
-        consts = [self.entering(i) for i in range(start)]
-        nothing = [self.no_wants] * len(self.wants)
+        tested, looped = self.node.regions
+        tests = [self.entering(i) for i in part(tested.operands, tested.constants)]
+        consts = [self.entering(i) for i in part(looped.operands, looped.constants)]
 
         def solve(carry: Sequence[Sharding], pin: bool) -> Solved:
             fixed = carry if pin else [None] * len(carry)
             return self.solve(
                 body,
-                (*consts[n_test:], *carry),
+                (*consts, *carry),
                 tuple(fixed),
                 tuple(union(w, c) for w, c in zip(self.wants, carry, strict=True)),
                 (False,) * len(carry),
@@ -209,27 +208,28 @@ class FlowSite:
 
         carry = self.carries(
             body,
-            range(start, len(self.states)),
+            part(looped.operands, looped.carries),
             lambda c: solve(c, False).plan,
             self.wants,
             may_sum=False,
         )
         solved = solve(carry, True)
-        tested = self.solve(
+        solved_test = self.solve(
             test,
-            (*consts[:n_test], *carry),
+            (*tests, *carry),
             (self.axes.replicated,),
-            nothing[:1],
+            [self.no_wants],
             (False,),
         )
-        wants = (*tested.wants[:n_test], *solved.wants)
-        plans = (tested.plan, solved.plan)
-        return Decision((*consts, *carry), carry, carry, (), plans, wants)
+        wants = (*part(solved_test.wants, tested.constants), *solved.wants)
+        plans = (solved_test.plan, solved.plan)
+        operands = (*tests, *consts, *carry)
+        return Decision(operands, carry, carry, (), plans, wants)
 
     def carries(
         self,
         body: Program,
-        positions: range,
+        positions: Sequence[int],
         solve: Callable[[Sequence[Sharding]], BodyPlan],
         wants: Sequence[Wants],
         may_sum: bool = True,
@@ -249,7 +249,7 @@ class FlowSite:
 
     def branch(self) -> Decision:
         index = self.axes.replicated
-        operands = tuple(self.entering(i) for i in range(1, len(self.states)))
+        operands = tuple(map(self.entering, self.node.regions[0].operands))
         count = len(self.result_avals)
 
         def solve(required: Sequence[Sharding | None]) -> list[Solved]:

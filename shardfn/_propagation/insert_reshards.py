@@ -78,7 +78,7 @@ class _Writer:
                 bodies=decision.bodies,
                 fallback=decision.fallback,
                 place=where(node.eqn) if decision.fallback else "",
-                times=_times(node),
+                times=node.times,
             )
         )
         if self.is_gradient(node):
@@ -153,9 +153,3 @@ def without_origin(sharding: Sharding) -> Sharding:
 
 def same_blocks(a: Sharding, b: Sharding) -> bool:
     return a == b or without_origin(a) == without_origin(b)
-
-
-def _times(node: Node) -> int | None:
-    if node.kind == "while":
-        return None
-    return node.eqn.params["length"] if node.kind == "scan" else 1

@@ -286,7 +286,8 @@ class _Body:
 
     def defers(self, node: Node, value: int) -> bool:
         """Whether `value` is what a scan stacks of a gradient to be deferred."""
-        if node.kind != "scan" or node.outputs.index(value) < node.counts[1]:
+        index = node.outputs.index(value)
+        if not any(index in region.stacks for region in node.regions):
             return False
         leaf = self.program.leaf(value)
         return self.solver.control.of(*leaf).accumulate == "defer"

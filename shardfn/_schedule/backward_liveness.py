@@ -53,7 +53,7 @@ def _node(program: Program, step: Apply) -> Node:
 def _is_loop(program: Program, step: Apply) -> bool:
     """Whether a step is a loop of the backward pass that moves parameters itself."""
     node = _node(program, step)
-    if node.kind not in ("scan", "while") or not node.backward or not node.outputs:
+    if not node.is_loop or not node.backward or not node.outputs:
         return False
     inner = zip(node.bodies, step.bodies, strict=True)
     return not node.is_unrolled and any(_moves(p, b) for p, b in inner)

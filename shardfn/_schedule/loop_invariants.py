@@ -23,14 +23,11 @@ def hoist(
 ) -> list[Step]:
     """`step` with what moves out of its body in front, as versions of these numbers."""
     node = program.nodes[step.node]
-    if node.kind not in ("scan", "while", "custom"):
+    if not node.is_loop and node.kind != "custom":
         return [step]
-    body, first = (1, node.counts[0]) if node.kind == "while" else (0, 0)
-    count = {"scan": node.counts[0], "while": node.counts[1]}.get(
-        node.kind, len(node.inputs)
-    )
-    plan = step.bodies[body]
-    constants = {v: i for i, v in enumerate(node.bodies[body].inputs[:count])}
+    body = len(node.bodies) - 1  # of a while loop not the test
+    plan, region = step.bodies[body], node.regions[body]
+    constants = {node.bodies[body].inputs[i]: i for i in region.constants}
     readers = Counter(ref for s in plan.steps for ref in set(reads(s)))
     readers.update(ref for ref in (*plan.outputs, *plan.exports) if ref is not None)
     found = [
@@ -49,12 +46,13 @@ def hoist(
     moved: dict[int, Reshard] = {}
     operands, shardings = list(step.operands), list(step.operand_shardings)
     for i, move in found:
-        operand = operands[first + i]
+        at = region.operands[i]
+        operand = operands[at]
         if operand is None:
             continue
         outside = Ref(operand.value, next(versions))
         out.append(replace(move, source=operand, result=outside, after=None))
-        operands[first + i], shardings[first + i] = outside, move.path[-1]
+        operands[at], shardings[at] = outside, move.path[-1]
         moved[i] = move
     plan = _without(plan, moved)
     step = replace(

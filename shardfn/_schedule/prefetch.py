@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from shardfn._core.leaf_options import Control
 from shardfn._core.plan import Ahead, Apply, BodyPlan, Ref, Reshard, Step, fresh, reads
 from shardfn._core.program import Program
+from shardfn._core.regions import part
 
 
 def prefetch(program: Program, body: BodyPlan, control: Control) -> BodyPlan:
@@ -32,8 +33,9 @@ def prefetch(program: Program, body: BodyPlan, control: Control) -> BodyPlan:
             bodies = tuple(prefetch(p, plan, control) for p, plan in inner)
             step = replace(step, bodies=bodies)
             if node.kind == "scan" and not node.is_unrolled:
-                scanned = node.bodies[0].inputs[sum(node.counts) :]
-                constants = node.bodies[0].inputs[: node.counts[0]]
+                (region,), arguments = node.regions, node.bodies[0].inputs
+                scanned = part(arguments, region.slices)
+                constants = part(arguments, region.constants)
                 sliced = [*map(Ref, scanned), *step.bodies[0].imports]
                 given = {Ref(v): False for v in constants} | dict.fromkeys(sliced, True)
                 step = _scan(node.bodies[0], step, given, control)

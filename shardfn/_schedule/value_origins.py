@@ -61,7 +61,7 @@ class Frame:
         own = "value", id(self.program), value
         if value in self.makers:
             node, index = self.makers[value]
-            if node.kind in ("remat", "custom"):
+            if node.is_call:
                 return self.enter(node).origin(node.bodies[0].outputs[index])
             operands = [a for a in node.inputs if isinstance(a, int)]
             if node.kind != "op" or len(operands) != 1 or node.eqn.effects:
@@ -76,21 +76,18 @@ class Frame:
         """The origin of an argument, if it is that of a value outside."""
         if self.node is None or self.outer is None:
             return None
-        position = self.program.inputs.index(value)
-        outside = self.node.inputs[position]
-        if self.node.kind in ("remat", "custom"):
+        (region,), position = self.node.regions, self.program.inputs.index(value)
+        outside = self.node.inputs[region.operands[position]]
+        if position in region.constants:
             return self.outer.origin(outside)
-        constants, carries = self.node.counts
-        if position < constants:
-            return self.outer.origin(outside)
-        if position < constants + carries or not isinstance(outside, int):
+        if position in region.carries or not isinstance(outside, int):
             return None
         return self.outer.slice(outside)
 
     def slice(self, value: int) -> Origin:
         """The origin of what a scan over `value` gets in each iteration."""
         node, index = self.makers.get(value, (None, 0))
-        if node is not None and node.kind == "scan" and index >= node.counts[1]:
+        if node is not None and any(index in r.stacks for r in node.regions):
             return self.enter(node).origin(node.bodies[0].outputs[index])
         return "slice", self.origin(value)
 

@@ -6,14 +6,17 @@ place, element by element.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import jax.numpy as jnp
 
 from shardfn._core.phases import BACKWARD
 from shardfn._core.program import Atom, Node, Program, aval_of
+from shardfn._core.regions import Region
+
+T = TypeVar("T", bound="Joined")
 
 Place = tuple[int, int, int]
 """A dimension: number of the body it is in, value, dimension."""
@@ -23,50 +26,43 @@ _MOVES = (*_WRITES, "select_n", "copy", "copy_p")
 _OVER_DEVICES = ("psum", "psum_invariant", "pmax", "pmin")
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
-    """A body of control flow, seen from outside.
+class Joined(Protocol):
+    """Sets of facts, which only grow."""
 
-    Attributes:
-      body: the body.
-      inputs: what its arguments are outside.
-      outputs: what its results are outside; None for one that stays inside.
-      sliced: from which argument on they are rows of what is outside.
-      stacked: from which result on they are rows of what is outside.
-      loops: `(result, argument)` for all that the next iteration starts with.
+    def __or__(self, other: Any, /) -> Any: ...
+
+
+def through_bodies(
+    node: Node,
+    operands: Sequence[T],
+    run: Callable[[Program, Sequence[T]], Sequence[T]],
+    nothing: T,
+) -> list[T]:
+    """What is known of the results of control flow, given what is of its operands.
+
+    Args:
+      node: the node.
+      operands: a set per operand, or what can be joined by `|` like one.
+      run: takes sets through a body, from its arguments to its results; the larger
+        those are, the larger are these.
+      nothing: the empty set.
+
+    Returns:
+      A set per result: of a loop's carries, what all of its iterations add to.
     """
-
-    body: Program
-    inputs: tuple[Atom, ...]
-    outputs: tuple[int | None, ...]
-    sliced: int
-    stacked: int
-    loops: tuple[tuple[int, int], ...] = ()
-
-
-def regions(node: Node) -> Iterator[Region]:
-    """The bodies of a node."""
-    ins, outs = node.inputs, node.outputs
-    first, second = node.counts
-    match node.kind:
-        case "scan":
-            start = first + second
-            loops = tuple((j, first + j) for j in range(second))
-            yield Region(node.bodies[0], ins, outs, start, second, loops)
-        case "while":
-            test, body = node.bodies
-            carry, start = ins[first + second :], first + second
-            loops = tuple((j, second + j) for j in range(len(carry)))
-            stays = (None,) * len(test.outputs)
-            yield Region(test, (*ins[:first], *carry), stays, len(ins), len(outs))
-            yield Region(body, ins[first:], outs, len(ins), len(outs), loops)
-            assert len(ins) - start == len(outs)
-        case "cond":
-            for body in node.bodies:
-                yield Region(body, ins[1:], outs, len(ins), len(outs))
-        case _:
-            for body in node.bodies:
-                yield Region(body, ins, outs, len(ins), len(outs))
+    results = [nothing] * len(node.outputs)
+    for body, region in zip(node.bodies, node.regions, strict=True):
+        given = region.entering(operands)
+        while True:
+            made, joined = run(body, given), list(given)
+            for j, i in region.loops:
+                joined[i] = joined[i] | made[j]
+            if joined == given:
+                break
+            given = joined
+        for j, result in region.returned():
+            results[result] = results[result] | made[j]
+    return results
 
 
 @dataclass(slots=True)
@@ -97,13 +93,13 @@ class Dimensions:
 
     def _visit(self, program: Program, number: int) -> None:
         for node in program.nodes:
-            if node.kind in ("barrier", "constrain"):
+            if node.passes_through:
                 for atom, value in zip(node.inputs, node.outputs, strict=False):
                     self._alike(program, (number, atom), (number, value))
             elif node.rule is not None:
                 self._by_rule(node, number)
-            for region in regions(node):
-                self._region(program, number, region)
+            for body, region in zip(node.bodies, node.regions, strict=True):
+                self._region(node, body, region, number)
 
     def _by_rule(self, node: Node, number: int) -> None:
         assert node.rule is not None
@@ -121,17 +117,14 @@ class Dimensions:
                     place = number, atom, dim
                     self._join(place, seen.setdefault(factors[0], place))
 
-    def _region(self, program: Program, number: int, region: Region) -> None:
-        body, inner = region.body, next(self._numbers)
-        for i, (atom, value) in enumerate(zip(region.inputs, body.inputs, strict=True)):
-            by = int(i >= region.sliced)
+    def _region(self, node: Node, body: Program, region: Region, number: int) -> None:
+        inner, operands = next(self._numbers), region.entering(node.inputs)
+        for i, (atom, value) in enumerate(zip(operands, body.inputs, strict=True)):
+            by = int(i in region.slices)
             self._alike(body, (inner, value), (number, atom), by)
-        for j, (outside, atom) in enumerate(
-            zip(region.outputs, body.outputs, strict=True)
-        ):
-            if outside is not None:
-                by = int(j >= region.stacked)
-                self._alike(body, (inner, atom), (number, outside), by)
+        for j, result in region.returned():
+            by, outside = int(j in region.stacks), node.outputs[result]
+            self._alike(body, (inner, body.outputs[j]), (number, outside), by)
         for j, i in region.loops:
             self._alike(body, (inner, body.outputs[j]), (inner, body.inputs[i]))
         self._visit(body, inner)
@@ -197,34 +190,13 @@ def _updates(program: Program, given: Sequence[Update]) -> list[Update]:
         if not any(update.of for update in ins) or BACKWARD in node.derivatives:
             continue
         if node.bodies:
-            results = _through_bodies(node, known)
-        elif node.kind in ("barrier", "constrain") or _is_over_devices(node):
+            results = through_bodies(node, ins, _updates, NOTHING)
+        elif node.passes_through or _is_over_devices(node):
             results = [*ins[: len(node.outputs)]]
         else:
             results = [_through_op(node, ins, j) for j in range(len(node.outputs))]
         known.update(zip(node.outputs, results, strict=True))
     return [read(atom) for atom in program.outputs]
-
-
-def _through_bodies(node: Node, known: dict[Any, Update]) -> list[Update]:
-    results = [NOTHING] * len(node.outputs)
-    for region in regions(node):
-        if not any(value is not None for value in region.outputs):
-            continue
-        ins = [
-            known.get(a, NOTHING) if isinstance(a, int) else NOTHING
-            for a in region.inputs
-        ]
-        while True:
-            outs = _updates(region.body, ins)
-            joined = list(ins)
-            for j, i in region.loops:
-                joined[i] = joined[i] | outs[j]
-            if joined == ins:
-                break
-            ins = joined
-        results = [a | b for a, b in zip(results, outs, strict=True)]
-    return results
 
 
 def _through_op(node: Node, ins: Sequence[Update], result: int) -> Update:

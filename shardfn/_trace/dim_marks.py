@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from shardfn._core.program import Atom, Node, Program, aval_of
+from shardfn._core.regions import Region
 
 FREE, FIXED, ROWS = 0, 1, 2
 """Along a dimension lies nothing (it was made by a broadcast), something that is not
@@ -50,30 +51,23 @@ class Marking:
         self, program: Program, node: Node, operands: Sequence[Marks]
     ) -> list[Marks]:
         """The marks of what a node makes."""
-        if node.kind in ("barrier", "constrain"):
+        if node.passes_through:
             return list(operands)
         if not node.bodies:
             ranks = [_rank(program, v) for v in node.outputs]
             return _of_op(node, operands, ranks)
-        made = []
-        for body, inputs in zip(
-            node.bodies, self.entering(node, operands), strict=True
+        along = max((m[0] for m in node.sliced(operands)), default=FREE)
+        made: list[list[Marks]] = [[] for _ in node.outputs]
+        entering = self.entering(node, operands)
+        for body, region, inputs in zip(
+            node.bodies, node.regions, entering, strict=True
         ):
             marks = self.values(body, inputs)
-            made.append([_read(body, atom, marks) for atom in body.outputs])
-        if node.kind == "while":
-            return made[1]
-        if node.kind == "scan":
-            return self.stacked(node, operands, made[0])
-        return [_joined(each) for each in zip(*made, strict=True)]
-
-    def stacked(
-        self, node: Node, operands: Sequence[Marks], made: Sequence[Marks]
-    ) -> list[Marks]:
-        """The results of a scan: what it carries, and stacks of the rest."""
-        carries = node.counts[1]
-        along = max((m[0] for m in operands[sum(node.counts) :]), default=FREE)
-        return [m if j < carries else (along, *m) for j, m in enumerate(made)]
+            for j, result in region.returned():
+                inner = _read(body, body.outputs[j], marks)
+                is_stack = j in region.stacks
+                made[result].append((along, *inner) if is_stack else inner)
+        return list(map(_joined, made))
 
     def entering(
         self, node: Node, operands: Sequence[Marks]
@@ -83,26 +77,17 @@ class Marking:
         What a loop carries is marked by all of its iterations: marks only grow, so that
         this ends.
         """
-        given = tuple(operands)
-        if node.kind == "cond":
-            return [given[1:]] * len(node.bodies)
-        if node.kind not in ("scan", "while"):
-            return [given] * len(node.bodies)
-        tests, consts = node.counts if node.kind == "while" else (0, node.counts[0])
-        carries = node.counts[1] if node.kind == "scan" else len(node.outputs)
-        start, end = tests + consts, tests + consts + carries
-        fixed, carry = given[tests:start], given[start:end]
-        rest = tuple(marks[1:] for marks in given[end:])
-        body = node.bodies[-1]
-        while True:
-            marks = self.values(body, (*fixed, *carry, *rest))
-            made = (_read(body, atom, marks) for atom in body.outputs)
-            grown = tuple(_joined(pair) for pair in zip(carry, made, strict=False))
-            if grown == carry:
-                break
-            carry = grown
-        inner = (*fixed, *carry, *rest)
-        return [inner] if node.kind == "scan" else [(*given[:tests], *carry), inner]
+        given = list(operands)
+        for body, region in zip(node.bodies, node.regions, strict=True):
+            before = None
+            while region.loops and given != before:
+                before = list(given)
+                marks = self.values(body, _inside(region, given))
+                for j, i in region.loops:
+                    made = _read(body, body.outputs[j], marks)
+                    carry = region.operands[i]
+                    given[carry] = _joined((given[carry], made))
+        return [_inside(region, given) for region in node.regions]
 
     def is_microbatch_loop(self, node: Node, operands: Sequence[Marks]) -> bool:
         """Whether a node is a scan whose iterations have rows of their own to split.
@@ -112,18 +97,20 @@ class Marking:
         first dimension of every slice the body does the same to each row with weights
         that are the same for all: then the batch was given so.
         """
-        start = sum(node.counts)
-        scanned = list(operands[start:])
-        if node.kind != "scan" or not any(m[0] == ROWS for m in scanned):
+        scanned = node.sliced(operands)
+        if not any(m[0] == ROWS for m in scanned):
             return False
         if any(m[0] == ROWS and has_rows(m[1:]) for m in scanned):
             return True
-        if not node.counts[1]:
+        (region,) = node.regions
+        if not region.carries:
             return False
-        given = [
-            (ROWS, ROWS, *m[2:]) if m[0] == ROWS and len(m) > 1 else m for m in scanned
-        ]
-        (inner,) = self.entering(node, (*operands[:start], *given))
+        given = list(operands)
+        for i in region.slices:
+            mark, *rest = given[region.operands[i]]
+            if mark == ROWS and rest:
+                given[region.operands[i]] = (ROWS, ROWS, *rest[1:])
+        (inner,) = self.entering(node, given)
         return self.is_rowwise(node.bodies[0], inner)
 
     def is_rowwise(self, body: Program, inputs: Sequence[Marks]) -> bool:
@@ -147,6 +134,12 @@ class Marking:
             elif any(map(has_rows, operands)):
                 made = [marks[v] for v in node.outputs]
                 yield _meeting(node, operands, made)
+
+
+def _inside(region: Region, operands: Sequence[Marks]) -> tuple[Marks, ...]:
+    """The marks of a body's arguments, given those of its node's operands."""
+    given = enumerate(region.entering(operands))
+    return tuple(m[1:] if i in region.slices else m for i, m in given)
 
 
 def marks_of(program: Program, node: Node, marks: dict[int, Marks]) -> list[Marks]:

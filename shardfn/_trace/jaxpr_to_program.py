@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Literal
 
-from shardfn._core import compat
+from shardfn._core import compat, regions
 from shardfn._core.constraint import constrain_p
 from shardfn._core.equation_key import looks_of
 from shardfn._core.op_sharding_rule import OpShardingRule, rule_of
 from shardfn._core.program import LITERAL, VALUE, ZERO, Atom, Node, Program, live
+from shardfn._core.regions import Region
 from shardfn._trace.iota_indexing import Counts
 from shardfn._trace.passes import Argument, mark_passes
 from shardfn._trace.row_shifts import Pieces
@@ -161,7 +162,7 @@ class _Values:
         equal = self.seen.get(key) if key is not None else None
         if equal is not None and any(isinstance(atom, int) for atom in operands):
             return equal
-        kind, bodies, counts = self.control_flow(eqn)
+        kind, bodies, layout = self.control_flow(eqn)
         outputs = tuple(self.new(v.aval) for v in eqn.outvars)
         rule = self.builder.rule(eqn, looks) if kind == "op" else None
         self.nodes.append(
@@ -172,7 +173,7 @@ class _Values:
                 derivatives=derivatives,
                 kind=kind,
                 bodies=bodies,
-                counts=counts,
+                regions=layout,
                 rule=rule,
                 kinds=tuple(map(self.kind, operands)),
                 looks=looks,
@@ -192,28 +193,30 @@ class _Values:
 
     def control_flow(
         self, eqn: Any
-    ) -> tuple[str, tuple[Program, ...], tuple[int, int]]:
+    ) -> tuple[str, tuple[Program, ...], tuple[Region, ...]]:
         def body(jaxpr: Any) -> Program:
             return self.builder.build(compat.close_jaxpr(jaxpr), eqn)
 
-        params = eqn.params
+        params, sides = eqn.params, (len(eqn.invars), len(eqn.outvars))
         if eqn.primitive is compat.scan_p:
-            return "scan", (body(params["jaxpr"]),), compat.scan_counts(eqn)
+            layout = regions.of_scan(*compat.scan_counts(eqn), *sides)
+            return "scan", (body(params["jaxpr"]),), layout
         if eqn.primitive is compat.while_p:
             counts = params["cond_nconsts"], params["body_nconsts"]
             bodies = body(params["cond_jaxpr"]), body(params["body_jaxpr"])
-            return "while", bodies, counts
+            return "while", bodies, regions.of_while(*counts, len(eqn.invars))
         if eqn.primitive is compat.cond_p:
-            return "cond", tuple(map(body, params["branches"])), (0, 0)
+            branches = tuple(map(body, params["branches"]))
+            return "cond", branches, regions.of_cond(len(branches), *sides)
         if eqn.primitive is compat.remat_p:
-            return "remat", (body(params["jaxpr"]),), (0, 0)
+            return "remat", (body(params["jaxpr"]),), regions.of_call(*sides)
         if eqn.primitive.name in compat.CUSTOM:
-            return "custom", (body(params["call_jaxpr"]),), (0, 0)
+            return "custom", (body(params["call_jaxpr"]),), regions.of_call(*sides)
         if eqn.primitive.name == "optimization_barrier":
-            return "barrier", (), (0, 0)
+            return "barrier", (), ()
         if eqn.primitive is constrain_p:
-            return "constrain", (), (0, 0)
-        return "op", (), (0, 0)
+            return "constrain", (), ()
+        return "op", (), ()
 
     def kind(self, atom: Atom) -> str:
         if isinstance(atom, int):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from shardfn._core.leaves import NO_LEAF, Names
 from shardfn._core.phases import FORWARD, UPDATE
-from shardfn._core.program import Node, Program, entering_body, last_pass, number_of
+from shardfn._core.program import Node, Program, last_pass, number_of
 from shardfn._trace.value_relations import (
     PART,
     SAME,
@@ -153,13 +153,14 @@ class _Naming:
                 labels.update((v, names) for v in node.outputs)
             if node.kind not in ("scan", "remat", "custom"):
                 continue
-            carries = node.counts[1] if node.kind == "scan" else 0
             (body, ins, _), *_ = _bodies(node, labels)
             inner = self.derived(body, ins)
-            made = list(zip(node.outputs, body.outputs, strict=True))
-            for value, atom in made[carries:]:
-                if isinstance(atom, int) and atom in inner:
-                    labels[value] = inner[atom]
+            (region,) = node.regions
+            carried = {j for j, _ in region.loops}
+            for j, result in region.returned():
+                atom = body.outputs[j]
+                if j not in carried and isinstance(atom, int) and atom in inner:
+                    labels[node.outputs[result]] = inner[atom]
         return labels
 
     def of_operands(self, node: Node, labels: Labels) -> Names:
@@ -208,7 +209,7 @@ class _Sweep:
             return
         if node.kind == "cond":
             self.branches(node)
-        elif node.kind in ("scan", "while"):
+        elif node.is_loop:
             self.carries(node)
         elif not node.bodies:
             self.operands(node)
@@ -248,18 +249,21 @@ class _Sweep:
         """What a loop starts from belongs to the leaf that it ends as."""
         if self.through == LINEAR:
             return
-        is_scan = node.kind == "scan"
-        start = node.counts[0] if is_scan else sum(node.counts)
-        results = node.outputs[: node.counts[1]] if is_scan else node.outputs
-        for atom, value in zip(node.inputs[start:], results, strict=False):
-            if isinstance(atom, int) and value in self.labels:
-                self.labels.setdefault(atom, self.labels[value])
+        for region in node.regions:
+            ends = region.leaving(node.outputs, -1)
+            starts = region.entering(node.inputs)
+            for j, i in region.loops:
+                atom = starts[i]
+                if isinstance(atom, int) and ends[j] in self.labels:
+                    self.labels.setdefault(atom, self.labels[ends[j]])
 
     def branches(self, node: Node) -> None:
         """Operands of a cond belong to the leaf that they update in a branch."""
-        for body, inputs, outputs in _bodies(node, self.labels):
+        branches = zip(_bodies(node, self.labels), node.regions, strict=True)
+        for (body, inputs, outputs), region in branches:
             inner = self.naming.labels(body, inputs, outputs)
-            for atom, value in zip(node.inputs[1:], body.inputs, strict=True):
+            operands = region.entering(node.inputs)
+            for atom, value in zip(operands, body.inputs, strict=True):
                 if isinstance(atom, int) and value in inner:
                     self.labels.setdefault(atom, inner[value])
 
@@ -320,7 +324,5 @@ def _bodies(
     """The bodies of a node, and the labels of their inputs and outputs."""
     ins = [labels.get(number_of(atom), NO_LEAF) for atom in node.inputs]
     outs = [labels.get(value, NO_LEAF) for value in node.outputs]
-    for i, program in enumerate(node.bodies):
-        is_test = node.kind == "while" and i == 0
-        outputs = [NO_LEAF] if is_test else outs
-        yield program, list(entering_body(node, i, ins)), outputs
+    for program, region in zip(node.bodies, node.regions, strict=True):
+        yield program, region.entering(ins), region.leaving(outs, NO_LEAF)

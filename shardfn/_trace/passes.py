@@ -13,7 +13,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
 from shardfn._core.phases import BACKWARD, FORWARD, UPDATE, Pass
-from shardfn._core.program import Atom, Node, Program, entering_body, number_of
+from shardfn._core.program import Atom, Node, Program, number_of
 from shardfn._core.sharding import Sharding, Split
 from shardfn._trace.dim_marks import FIXED, ROWS, Marking, Marks, has_rows, marks_of
 
@@ -206,9 +206,9 @@ class _Body:
         marks = passes.marking.entering(node, operands)
         state = [atom in self.parameters for atom in map(number_of, node.inputs)]
         out, ends = [], [start]
-        for i, (body, inner) in enumerate(zip(node.bodies, marks, strict=True)):
+        for body, region, inner in zip(node.bodies, node.regions, marks, strict=True):
             passes.go(start)
-            given = tuple(entering_body(node, i, state))
+            given = tuple(region.entering(state))
             out.append(passes.program(body, directions, inner, given))
             ends.append(passes.at)
         passes.go(before if max(ends) == start else max(ends))

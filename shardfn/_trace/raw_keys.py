@@ -7,7 +7,7 @@ takes the words of a key. Shape and dtype do not tell: uint32 rows may look the 
 from collections.abc import Sequence
 
 from shardfn._core.program import Atom, Node, Program
-from shardfn._trace.dataflow import regions
+from shardfn._trace.dataflow import through_bodies
 
 Words = frozenset[tuple[int, bool]]
 """The arguments that a value holds the words of, and whether only some of each."""
@@ -42,35 +42,15 @@ def _outputs(program: Program, given: Sequence[Words], found: set[int]) -> list[
         for i in _KEY_OPERANDS.get(name, ()):
             found.update(at for at, cut in ins[i] if cut == (name == "threefry2x32"))
         if node.bodies:
-            results = _through_bodies(node, known, found)
-        elif node.kind in ("barrier", "constrain"):
+            results = through_bodies(
+                node, ins, lambda body, inner: _outputs(body, inner, found), NO_WORDS
+            )
+        elif node.passes_through:
             results = ins[: len(node.outputs)]
         else:
             results = [_through_op(node, ins, j) for j in range(len(node.outputs))]
         known.update(zip(node.outputs, results, strict=True))
     return [read(atom) for atom in program.outputs]
-
-
-def _through_bodies(
-    node: Node, known: dict[int, Words], found: set[int]
-) -> list[Words]:
-    results = [NO_WORDS] * len(node.outputs)
-    for region in regions(node):
-        ins = [
-            known.get(a, NO_WORDS) if isinstance(a, int) else NO_WORDS
-            for a in region.inputs
-        ]
-        while True:
-            outs = _outputs(region.body, ins, found)
-            joined = list(ins)
-            for j, i in region.loops:
-                joined[i] |= outs[j]
-            if joined == ins:
-                break
-            ins = joined
-        if None not in region.outputs:
-            results = [a | b for a, b in zip(results, outs, strict=True)]
-    return results
 
 
 def _through_op(node: Node, ins: Sequence[Words], result: int) -> Words:

@@ -23,7 +23,7 @@ def relation_of(node: Node, operand: int, result: int) -> str | None:
     Returns:
       SAME, PART, WHOLE, or None if the dimensions of one are not those of the other.
     """
-    if node.kind in ("barrier", "constrain"):
+    if node.passes_through:
         return SAME if operand == result else None
     if node.kind != "op" or node.rule is None:
         return None
@@ -66,7 +66,7 @@ def has_dimensions(node: Node, result: int) -> bool:
 
 def is_linear(node: Node, operand: int) -> bool:
     """Whether a node is linear in an operand, the others held fixed."""
-    if node.kind in ("barrier", "constrain"):
+    if node.passes_through:
         return True
     return node.rule is not None and any(operand in g for g in node.rule.linear)
 

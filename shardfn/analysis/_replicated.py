@@ -91,12 +91,9 @@ def _takes_parts(step: Apply, axes: Axes) -> bool:
 def _rows_apart(node: Node, step: Apply, axes: Axes) -> int:
     """How many devices share the iterations of a scan: those that split the dimension
     it goes along."""
-    if node.kind != "scan":
-        return 1
-    scanned = step.operand_shardings[sum(node.counts) :]
     split = {
         axis
-        for sharding in scanned
+        for sharding in node.sliced(step.operand_shardings)
         for axis, state in enumerate(sharding)
         if isinstance(state, Split) and state.dim == 0
     }

@@ -245,7 +245,8 @@ def test_scan_counts(consts: int, carries: int) -> None:
 
     args = ((X[0],) * consts, (X[0],) * carries, X)
     node = only(program_of(step, *args), "scan")
-    assert node.counts == (consts, carries)
+    (region,) = node.regions
+    assert (len(region.constants), len(region.carries)) == (consts, carries)
     assert len(node.inputs) == len(node.bodies[0].inputs) == consts + carries + 1
 
 
@@ -256,7 +257,7 @@ def test_while_counts_and_bodies() -> None:
         )
 
     node = only(program_of(step, np.float32(9), X, X, X), "while")
-    assert node.counts == (1, 2)
+    assert [len(region.constants) for region in node.regions] == [1, 2]
     assert [names(body)[-1] for body in node.bodies] == ["lt", "add"]
 
 
