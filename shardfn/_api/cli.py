@@ -22,6 +22,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from shardfn._api.fully_shard import fully_shard
 from shardfn._api.local_step import LocalStep
+from shardfn._api.option_flags import given_options, with_flags, with_options
 from shardfn._api.sharded_step import ShardedStep
 from shardfn._core.errors import ShardingError
 from shardfn.analysis import targets
@@ -75,7 +76,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             "error: the step is missing: python -m shardfn plan train.py:planned "
             f"--target h100:8\n{CONVENTION}"
         )
-    command = tyro.cli(PlanCommand, args=argv[1:], prog="python -m shardfn plan")
+    known: type[PlanCommand] = with_flags(PlanCommand)
+    command = tyro.cli(known, args=argv[1:], prog="python -m shardfn plan")
     try:
         run_plan(command)
     except (CommandError, ShardingError) as error:
@@ -89,6 +91,9 @@ def run_plan(command: PlanCommand) -> None:
         if not (jax.config.jax_platforms or os.environ.get("JAX_PLATFORMS")):  # pyright: ignore
             jax.config.update("jax_platforms", "cpu")
     step, args = load(command.step)
+    options = given_options(command)
+    if isinstance(step, ShardedStep) and options:
+        step = with_options(step, options)
     if command.target is None:
         if not isinstance(step, ShardedStep):
             raise CommandError(
@@ -120,15 +125,22 @@ def compiled_report(command: PlanCommand, step: Any, args: tuple[Any, ...]) -> R
     """The report on the target; shows stages and seconds on the terminal meanwhile."""
     assert command.target is not None
     if not isinstance(step, ShardedStep):
-        step = sharded_on(command.target, step, command.mesh_shape)
+        options = given_options(command)
+        step = sharded_on(command.target, step, command.mesh_shape, options)
     with progress() as tell:
         return step.on(
             command.target, *args, mesh_shape=command.mesh_shape, progress=tell
         )
 
 
-def sharded_on(name: str, step: Any, shape: tuple[int, ...] | None) -> ShardedStep:
-    """A plain or local step, sharded over a target's devices."""
+def sharded_on(
+    name: str,
+    step: Any,
+    shape: tuple[int, ...] | None,
+    given: Mapping[str, Any] | None = None,
+) -> ShardedStep:
+    """A plain or local step, sharded over a target's devices, with the options that are
+    `given` besides its own."""
     options: Mapping[str, Any] = {}
     names = ("data",)
     if isinstance(step, LocalStep):
@@ -139,6 +151,7 @@ def sharded_on(name: str, step: Any, shape: tuple[int, ...] | None) -> ShardedSt
             f"step's mesh has the axes {names}.\n"
             "Return what fully_shard makes with the axes that you want."
         )
+    options = {**options, **(given or {})}
     sharded: Any = fully_shard(step, targets.mesh(name, names, shape), **options)
     return sharded
 

@@ -31,8 +31,8 @@ from shardfn._core.call_arguments import (
     rejoined,
     without,
 )
+from shardfn._core.control import Control
 from shardfn._core.errors import ShardingError, called, step_name
-from shardfn._core.leaf_options import Control
 from shardfn._core.leaves import Leaf, leaf_name
 from shardfn._core.limits import BATCH_KINDS
 from shardfn._core.recent import Recent

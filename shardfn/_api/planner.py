@@ -13,6 +13,7 @@ import jax
 
 from shardfn._core import compat
 from shardfn._core.automatic_axes import auto_names
+from shardfn._core.control import NOTHING_ASKED, Control
 from shardfn._core.errors import (
     ReplicatedComputeWarning,
     ShardingError,
@@ -20,7 +21,6 @@ from shardfn._core.errors import (
     UnusedAxisWarning,
     called,
 )
-from shardfn._core.leaf_options import NOTHING_ASKED, Control
 from shardfn._core.leaves import Leaf, leaf_name
 from shardfn._core.limits import REPLICATED_FLOPS, REPLICATED_SHARE
 from shardfn._core.program import Program, aval_of

@@ -104,7 +104,7 @@ class StateMethods:
           `fully_shard`, and over other mesh axes as it comes in. A leaf that no
           dimension divides is stored padded, or flattened and padded.
         """
-        if self.storage.control.has_per_device_state:
+        if self.storage.control.asked("per_device_state"):
             state = with_device_rows(state, self.storage.axes, self.storage.control)
         storage, traced = self.storage, is_traced(state)
         stored, leaves, treedef = storage.place((state,), whole=traced)
@@ -208,7 +208,7 @@ class StateMethods:
     def _with_rows(self, init_fn: Callable[..., Any]) -> Callable[..., Any]:
         """`init_fn` with a row for each device in what devices keep for themselves."""
         axes, control = self.storage.axes, self.storage.control
-        if not control.has_per_device_state:
+        if not control.asked("per_device_state"):
             return init_fn
         return lambda *args: with_device_rows(init_fn(*args), axes, control)
 

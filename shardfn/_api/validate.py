@@ -1,7 +1,7 @@
 """Whether the arguments of `fully_shard` are what they may be.
 
 In: values as users write them. Out: the same in their settled form, or an error that
-names the option, the value and what is allowed. `leaf_options.py` checks the options
+names the option, the value and what is allowed. `_core/control.py` checks the options
 that may differ from leaf to leaf.
 """
 
@@ -15,7 +15,9 @@ from typing import Any
 from jax.sharding import Mesh
 
 from shardfn._api.local_step import LocalStep
+from shardfn._api.options import Options
 from shardfn._api.sharded_step import VERIFY, ShardedStep
+from shardfn._core.control import Control
 from shardfn._core.errors import ShardingError, call_site, cannot_be
 from shardfn._core.sharding import named_twice
 
@@ -115,6 +117,46 @@ def check_min_size(size: Any) -> int:
         advice = "Pass a number of elements, such as 2**14, or 0 to shard every leaf."
         cannot_be("min_size", size, advice)
     return count
+
+
+def check_names(names: Sequence[str], mesh: Mesh) -> None:
+    """Raises if `mesh` does not have an axis of `names`."""
+    for name in names:
+        if name not in mesh.shape:
+            raise ShardingError(
+                f"the mesh has no axis '{name}'; its axes are {tuple(mesh.shape)}.\n"
+                f"  fully_shard was called at {call_site()}\n"
+                f"Pass axis={tuple(mesh.shape)[0]!r}, or make the mesh with "
+                f"jax.make_mesh(({mesh.size},), ({name!r},))."
+            )
+
+
+def check_needs_no_mesh(options: Options, control: Control) -> None:
+    """Raises if one of `options`, which are given without a mesh, needs one."""
+    for option, default in (("verify", "off"), ("compiler_options", None)):
+        if options[option] != default:
+            raise ShardingError(
+                f"{option}={options[option]!r} needs a mesh: without one the step "
+                "becomes part of a program that the caller compiles.\n"
+                f"  fully_shard was called at {call_site()}\n"
+                "Pass a mesh, or leave it out and say it of the whole program, "
+                "with plan.verify(compiled) or jax.jit(..., compiler_options=...)."
+            )
+    for group in sorted(control.groups):
+        raise ShardingError(
+            f"reshard_after_forward={group} needs a mesh, whose axis it divides "
+            "into groups: one that the caller has bound stays in one piece.\n"
+            f"  fully_shard was called at {call_site()}\n"
+            "Pass a mesh, or True or False."
+        )
+    patterns = control.given.get("per_device_state", ())
+    if patterns:
+        raise ShardingError(
+            f"per_device_state={tuple(patterns)!r} needs a mesh: without "
+            "one the step sees what one device holds, and nothing else.\n"
+            f"  fully_shard was called at {call_site()}\n"
+            "Pass a mesh, or keep such leaves out of the state."
+        )
 
 
 def check_flags(**flags: Any) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from shardfn._core import compat
-from shardfn._core.leaf_options import NOTHING_ASKED
+from shardfn._core.control import NOTHING_ASKED
 from shardfn._core.plan import BodyPlan
 from shardfn._core.program import Node, Program, aval_of
 from shardfn._core.sharding import Axes, Sharding

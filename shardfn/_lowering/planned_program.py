@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from shardfn._core import compat
-from shardfn._core.leaf_options import Control
+from shardfn._core.control import Control
 from shardfn._core.leaves import Leaf
 from shardfn._core.plan import BodyPlan
 from shardfn._core.program import Program, aval_of

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from shardfn._core.leaf_options import Control
+from shardfn._core.control import Control
 from shardfn._core.plan import BodyPlan
 from shardfn._core.program import Node, Program
 from shardfn._core.regions import part

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardfn._core.leaf_options import Control
+from shardfn._core.control import Control
 from shardfn._core.leaves import NO_LEAF, Names
 from shardfn._core.limits import LOOP_BYTES
 from shardfn._core.plan import BodyPlan, Reshard

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardfn._core.constraint import constrained, wanted
-from shardfn._core.leaf_options import NOTHING_ASKED, Control
+from shardfn._core.control import NOTHING_ASKED, Control
 from shardfn._core.op_sharding_rule import OpShardingRule
 from shardfn._core.plan import BodyPlan
 from shardfn._core.program import Atom, Node, Program, aval_of

@@ -8,7 +8,7 @@ where the first of them stood, other moves where the last stood: none waits for 
 import math
 from dataclasses import dataclass, field, replace
 
-from shardfn._core.leaf_options import Control
+from shardfn._core.control import Control
 from shardfn._core.moves import moves_of
 from shardfn._core.phases import Pass
 from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step, reads
@@ -27,6 +27,8 @@ def bucket(program: Program, body: BodyPlan, control: Control) -> BodyPlan:
     Returns:
       The plan.
     """
+    if not any(control.asked("bucket_bytes")):
+        return body
     buckets = _Buckets(program, control)
     for step in body.steps:
         if isinstance(step, Apply) and step.bodies:

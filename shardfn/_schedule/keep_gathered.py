@@ -12,7 +12,7 @@ from: the same leaf, layer by layer, through the same casts and transposes.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from shardfn._core.leaf_options import Control
+from shardfn._core.control import Control
 from shardfn._core.phases import FORWARD
 from shardfn._core.plan import BodyPlan, Ref, Reshard, Step, fresh, without_moves
 from shardfn._core.program import Program

@@ -9,7 +9,7 @@ for themselves then, and no longer for the cotangent that enters it.
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 
-from shardfn._core.leaf_options import Control
+from shardfn._core.control import Control
 from shardfn._core.leaves import Names
 from shardfn._core.phases import UPDATE
 from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step, fresh, reads
@@ -29,7 +29,7 @@ def order(program: Program, body: BodyPlan, control: Control) -> BodyPlan:
     Returns:
       The plan.
     """
-    if not control.prefetches:
+    if not any(control.asked("prefetch")):
         return body
 
     def within(program: Program, body: BodyPlan) -> BodyPlan:

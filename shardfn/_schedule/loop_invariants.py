@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from shardfn._core.leaf_options import Control
+from shardfn._core.control import Control
 from shardfn._core.limits import LOOP_BYTES
 from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step, reads, without_moves
 from shardfn._core.program import Program, mixes_passes

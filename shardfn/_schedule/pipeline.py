@@ -7,7 +7,7 @@ the user asks for other dtypes on the wire.
 import itertools
 from dataclasses import replace
 
-from shardfn._core.leaf_options import Control
+from shardfn._core.control import Control
 from shardfn._core.plan import Apply, BodyPlan, Reshard, Step
 from shardfn._core.program import Program, mixes_passes
 from shardfn._core.sharding import Axes
@@ -38,7 +38,9 @@ def schedule(
     """
     body = _schedule(program, body, control, axes, unit=False)
     body = prefetch(program, body, control)
-    body = bucket(program, body, control) if control.joins else body
+    body = (
+        bucket(program, body, control) if any(control.asked("bucket_bytes")) else body
+    )
     body = order(program, pace(program, body), control)
     return hold(program, body, axes)
 

@@ -8,7 +8,7 @@ coming layers' gathered weights, so that they cross the wire while a layer compu
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from shardfn._core.leaf_options import Control
+from shardfn._core.control import Control
 from shardfn._core.plan import Ahead, Apply, BodyPlan, Ref, Reshard, Step, fresh, reads
 from shardfn._core.program import Program
 from shardfn._core.regions import part

@@ -8,7 +8,7 @@ tied to a recent value so that the compiler cannot merge them behind the plan's 
 import math
 from dataclasses import dataclass, field, replace
 
-from shardfn._core.leaf_options import Control
+from shardfn._core.control import Control
 from shardfn._core.phases import Pass
 from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step, reading, reads
 from shardfn._core.program import Program

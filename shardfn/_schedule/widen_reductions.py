@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardfn._core import compat
+from shardfn._core.control import Control
 from shardfn._core.equation_key import looks_of
-from shardfn._core.leaf_options import Control
 from shardfn._core.leaves import Names
 from shardfn._core.op_sharding_rule import rule_of
 from shardfn._core.plan import Apply, BodyPlan, Reshard

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import jax.numpy as jnp
 
-from shardfn._core.leaf_options import Control
+from shardfn._core.control import Control
 from shardfn._core.phases import UPDATE
 from shardfn._core.plan import BodyPlan, Reshard, Step
 from shardfn._core.program import Program

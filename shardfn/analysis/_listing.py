@@ -10,8 +10,8 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from shardfn._core.automatic_axes import part_shape
+from shardfn._core.control import Control
 from shardfn._core.errors import where
-from shardfn._core.leaf_options import Control
 from shardfn._core.leaves import Leaf, Names, leaf_name, names_text
 from shardfn._core.moves import AllGather
 from shardfn._core.phases import UPDATE

@@ -5,7 +5,7 @@ In: the lines of a plan, its mesh axes and options. Out: text that fits a termin
 
 from collections.abc import Sequence
 
-from shardfn._core.leaf_options import Control
+from shardfn._core.control import Control
 from shardfn._core.limits import REPLICATED_SHARE
 from shardfn._core.sharding import Axes
 from shardfn.analysis._replicated import Work

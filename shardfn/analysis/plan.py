@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from jax.stages import Compiled
 
 from shardfn._core import compat
-from shardfn._core.leaf_options import Control
+from shardfn._core.control import Control
 from shardfn._core.plan import BodyPlan
 from shardfn._core.sharding import Axes
 from shardfn.analysis._match import verify

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 
 from shardfn._core import compat
 from shardfn._core.automatic_axes import AutoSplit
+from shardfn._core.control import NOTHING_ASKED, Control
 from shardfn._core.errors import ShardingError, called
-from shardfn._core.leaf_options import NOTHING_ASKED, Control
 from shardfn._core.leaves import leaf_name
 from shardfn._core.sharding import Axes, Sharding, Split, flat, is_flat, on_axis
 

@@ -20,8 +20,8 @@ from jax.sharding import (
 
 from shardfn._core import compat, processes
 from shardfn._core.automatic_axes import AutoSplit, fitting, full_spec
+from shardfn._core.control import NOTHING_ASKED, Control
 from shardfn._core.errors import ShardingError, called, step_name
-from shardfn._core.leaf_options import NOTHING_ASKED, Control
 from shardfn._core.leaves import Leaf
 from shardfn._core.sharding import Axes, Sharding, stored_shape
 from shardfn.storage._layout import partition, with_moments

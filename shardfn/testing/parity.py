@@ -14,7 +14,8 @@ from typing import Any, Unpack
 import jax
 from jax.sharding import Mesh
 
-from shardfn._api.fully_shard import Options, fully_shard
+from shardfn._api.fully_shard import fully_shard
+from shardfn._api.options import Options
 from shardfn._api.sharded_step import ShardedStep
 from shardfn._api.validate import check_step
 from shardfn._core.errors import call_site

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 import shardfn
 from shardfn._api import cli
 from shardfn._api.cli import main
-from shardfn._api.fully_shard import Options
+from shardfn._api.options import Options
 from shardfn.analysis import targets
 
 ROOT = Path(__file__).parents[2]
@@ -128,6 +128,21 @@ def test_a_target_gives_a_report_and_a_page(file, capsys, tmp_path) -> None:
     assert rest["name"] == "(no leaf)" and set(rest["sent"]) == {"all_reduce"}
     assert [line[0] for line in data["lines"]] == ["present"] * 3
     assert max(b for _, b in data["memory"]["live"]) == data["memory"]["highest"]
+
+
+def test_options_of_leaves_are_flags(file, capsys) -> None:
+    main(["plan", f"{file}:planned", "--gather-dtype", "bfloat16", "--prefetch", "1"])
+    printed = capsys.readouterr().out
+    assert "256x256  bfloat16" in printed, "it is gathered so"
+    assert printed.endswith("gather_dtype: 'bfloat16'\nprefetch: 1\n")
+    main(["plan", f"{file}:planned", "--shard", "state=data", "*=False"])
+    assert "shard: ('data',) for state, ()" in capsys.readouterr().out
+    assert refused("plan", f"{file}:planned", "--prefetch", "-1").startswith(
+        "error: prefetch cannot be -1."
+    )
+    assert "shard=('model',) names mesh axis 'model'" in refused(
+        "plan", f"{file}:planned", "--shard", "model"
+    )
 
 
 @pytest.mark.aot(H100)

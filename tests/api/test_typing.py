@@ -48,6 +48,7 @@ class Trainer:
 step = shardfn.fully_shard(train_step, mesh)
 key, x = jax.random.key(0), jax.numpy.ones(8)
 options: dict[str, Any] = {}
+shardfn.fully_shard(train_step, mesh, prefetch={"a/*": 1}, shard=False)
 reveal_type(step)
 reveal_type(decorated)
 reveal_type(Trainer().step)
@@ -84,6 +85,8 @@ step(State(x), batch=1)
 decorated(x, State(x))
 Trainer().step(State(x))
 shardfn.fully_shard(train_step, mesh, prefech=1)
+shardfn.fully_shard(train_step, mesh, accumulate="sometimes")
+shardfn.fully_shard(mesh=mesh, bucket_bytes="64")
 """
 
 

@@ -14,7 +14,7 @@ from sharded_and_plain import quick_compiles as quick_compiles
 
 import shardfn
 from shardfn._api import planner
-from shardfn._core.leaf_options import Control
+from shardfn._core.control import Control
 from shardfn._core.phases import BACKWARD, FORWARD, Pass
 from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard
 from shardfn._core.program import Node, Program

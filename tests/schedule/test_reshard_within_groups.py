@@ -22,7 +22,7 @@ from plan_helpers import (
 from sharded_and_plain import quick_compiles as quick_compiles
 
 import shardfn
-from shardfn._core.leaf_options import make_control
+from shardfn._core.control import make_control
 from shardfn._core.sharding import Axes
 from shardfn.analysis import targets
 

@@ -16,7 +16,7 @@ from plan_helpers import Sharded, compiled_moves, cpu_mesh, planned_moves, shard
 from sharded_and_plain import quick_compiles as quick_compiles
 
 import shardfn
-from shardfn._core.leaf_options import make_control
+from shardfn._core.control import make_control
 
 PARAMS = {"up": (16, 32), "down": (32, 16)}
 STATE = {"params": PARAMS, "momentum": PARAMS}
@@ -249,7 +249,7 @@ def test_options_that_say_the_same_are_one_plan() -> None:
 def test_the_options_of_all_overloads_are_those_of_the_function() -> None:
     import inspect
 
-    from shardfn._api.fully_shard import Options
+    from shardfn._api.options import Options
 
     parameters = inspect.signature(shardfn.fully_shard).parameters.values()
     keywords = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}

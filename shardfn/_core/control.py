@@ -1,0 +1,250 @@
+"""What is asked of each leaf of the state: how it is gathered, kept and reduced.
+
+In: options of `fully_shard`, each a value or a mapping from path patterns to values.
+Out: a frozen `Control`, and from it one `LeafControl` per leaf.
+"""
+
+import difflib
+import fnmatch
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, make_dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from shardfn._core.errors import ShardingError, call_site, called, cannot_be, listed
+from shardfn._core.leaf_options import LEAF_OPTIONS, LeafOptions
+from shardfn._core.option_values import Option
+
+Choices = tuple[tuple[str, Any], ...]
+"""Path patterns and what they choose, the first match first."""
+
+
+if TYPE_CHECKING:
+
+    class LeafControl:
+        """What is asked of one leaf: an attribute for each row of `LeafOptions`."""
+
+        def __init__(self, **chosen: Any) -> None: ...
+        def __getattr__(self, option: str) -> Any: ...
+
+else:
+    LeafControl = make_dataclass(
+        "LeafControl",
+        [(name, Any, option.default) for name, option in LEAF_OPTIONS.items()],
+        namespace={"__doc__": "What is asked of one leaf."},
+        frozen=True,
+        slots=True,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """What is asked of all leaves.
+
+    Attributes:
+      choices: `(option, ((pattern, value), ...))` for every option that differs from
+        its default, in the order of the table.
+      place: the user's line that asked, for messages.
+    """
+
+    choices: tuple[tuple[str, Choices], ...] = ()
+    place: str = field(default="", compare=False)
+    # By path.
+    known: dict[tuple[str, ...], LeafControl] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def of(self, *leaves: str) -> LeafControl:
+        """What is asked of a value of these leaves: what is asked of all of them, where
+        they differ the default; of no leaf what is asked of every one."""
+        if leaves not in self.known:
+            self.known[leaves] = _agreed([_of(self, leaf) for leaf in leaves or ("",)])
+        return self.known[leaves]
+
+    def asked(self, option: str) -> tuple[Any, ...]:
+        """What is asked of some leaves by one option; nothing if it is as by
+        default."""
+        return tuple(value for _, value in dict(self.choices).get(option, ()))
+
+    @property
+    def given(self) -> LeafOptions:
+        """The options as users could have written them."""
+        given: Any = {}
+        for option, choices in self.choices:
+            of_patterns = LEAF_OPTIONS[option].values.are_patterns
+            patterns = tuple(p for p, _ in choices)
+            given[option] = patterns if of_patterns else dict(choices)
+        return given
+
+    def check(self, leaves: Iterable[str]) -> None:
+        """Raises if a pattern names none of the state's leaves, or only such as an
+        earlier, wider one has taken with another value."""
+        names = list(leaves)
+        self._check_dtypes()
+        for option, choices in self.choices:
+            wider: list[tuple[str, Any, set[str]]] = []
+            for pattern, value in choices:
+                taken = {name for name in names if _matches(name, pattern)}
+                if not taken:
+                    raise ShardingError(
+                        f"{option} names '{pattern}', which matches no leaf of the "
+                        f"state.\n{called()}{self._given()}{_instead(pattern, names)}"
+                    )
+                for earlier, other, held in wider:
+                    if held > taken and other != value:
+                        raise ShardingError(
+                            f"{option} names '{pattern}' after '{earlier}', which has "
+                            f"all of its leaves: the first that matches counts.\n"
+                            f"{called()}{self._given()}"
+                            f"Name '{pattern}' first."
+                        )
+                wider.append((pattern, value, taken))
+
+    def _check_dtypes(self) -> None:
+        """Raises if JAX, as it is configured now, has no arrays of a dtype."""
+        for option in ("gather_dtype", "reduce_dtype"):
+            for dtype in self.asked(option):
+                if dtype and jax.dtypes.canonicalize_dtype(dtype) != dtype:
+                    raise ShardingError(
+                        f"{option}={dtype!r} names a dtype that JAX does not have "
+                        f"while jax_enable_x64 is off.\n{called()}{self._given()}"
+                        'Turn it on, jax.config.update("jax_enable_x64", True), or '
+                        "name 'float32'."
+                    )
+
+    def _given(self) -> str:
+        return f"  fully_shard was called at {self.place}\n" if self.place else ""
+
+    def on(self, axis: str, size: int) -> "Control":
+        """The same on a mesh axis of `size` devices, which may keep parameters gathered
+        within groups of some of them: of one is whole, of all is as stored."""
+        groups = self.groups - {size}
+        for smaller, larger in itertools.pairwise((1, *sorted(groups), size)):
+            if larger % smaller or larger > size:
+                wrong = smaller if larger == size else larger
+                raise ShardingError(
+                    f"reshard_after_forward={wrong} does not divide the {size} devices "
+                    f"of mesh axis '{axis}' into groups.\n  at {call_site()}\n"
+                    "Pass a number that divides it, such as the devices of one host; "
+                    "of several numbers, each has to divide the next."
+                )
+        choices = {
+            option: tuple(
+                (p, v if type(v) is not int or v < size else True) for p, v in each
+            )
+            if option == "reshard_after_forward"
+            else each
+            for option, each in self.choices
+        }
+        return Control(tuple(choices.items()), self.place)
+
+    @property
+    def groups(self) -> set[int]:
+        """Numbers of devices within which parameters are kept gathered."""
+        asked = self.asked("reshard_after_forward")
+        return {value for value in asked if type(value) is int}
+
+    def check_axes(self, names: Sequence[str]) -> None:
+        """Raises if a leaf is to be sharded over something else than `names`."""
+        for over in self.asked("shard"):
+            for name in over or ():
+                if name not in names:
+                    raise ShardingError(
+                        f"shard={over} names mesh axis '{name}', but fully_shard was "
+                        f"given axis={tuple(names)}.\n"
+                        f"  fully_shard was called at {call_site()}\n"
+                        "Shard the state over these axes, over some of them, or pass "
+                        "more of the mesh's as axis."
+                    )
+
+    def __str__(self) -> str:
+        lines = []
+        for option, choices in self.choices:
+            each = (f"{v!r}" + f" for {p}" * (p != "*") for p, v in choices)
+            lines.append(f"{option}: {', '.join(each)}")
+        return "\n".join(lines)
+
+
+NOTHING_ASKED = Control()
+"""Every option as it is by default."""
+
+
+def make_control(**options: Any) -> Control:
+    """A `Control` of options as users write them.
+
+    Args:
+      **options: those of `LeafOptions`.
+
+    Returns:
+      The control; equal for options that say the same.
+
+    Raises:
+      ShardingError: an option has no such value.
+    """
+    found = []
+    for name, option in LEAF_OPTIONS.items():
+        given = options.pop(name, option.default_given)
+        choices = tuple(
+            (_pattern(name, pattern), option.values.of(name, value))
+            for pattern, value in _by_pattern(option, given).items()
+        )
+        if any(value != option.default for _, value in choices):
+            found.append((name, choices))
+    if options:
+        raise TypeError(f"unknown options {sorted(options)}")
+    return Control(tuple(found), call_site() if found else "")
+
+
+def _agreed(asked: Sequence[LeafControl]) -> LeafControl:
+    """What all of these ask for, and the default where they differ."""
+    values = {name: [getattr(each, name) for each in asked] for name in LEAF_OPTIONS}
+    same = {k: v[0] for k, v in values.items() if all(x == v[0] for x in v)}
+    return LeafControl(**same)
+
+
+def _of(control: Control, leaf: str) -> LeafControl:
+    chosen: dict[str, Any] = {}
+    for option, choices in control.choices:
+        for pattern, value in choices:
+            if _matches(leaf, pattern):
+                chosen[option] = value
+                break
+    return LeafControl(**chosen)
+
+
+def _instead(pattern: str, names: Sequence[str]) -> str:
+    """Advice for a pattern that matches none of `names`: what was meant, if it can be
+    told."""
+    inner = {n.rsplit("/", i)[0] for n in names for i in range(1, n.count("/") + 1)}
+    subtrees = [f"{name}/*" for name in sorted(inner)] if "*" in pattern else inner
+    close = difflib.get_close_matches(pattern, [*names, *sorted(subtrees)])
+    meant = f"Did you mean {' or '.join(map(repr, close))}? " if close else ""
+    return (
+        f"{meant}The leaves are {listed(names, 20)}. A pattern names leaves or "
+        "subtrees; * stands for any characters."
+    )
+
+
+def _matches(leaf: str, pattern: str) -> bool:
+    """Whether `pattern` names the leaf, or a subtree that it lies in."""
+    whole = fnmatch.fnmatchcase(leaf, pattern)
+    return whole or fnmatch.fnmatchcase(leaf, f"{pattern}/*")
+
+
+def _by_pattern(option: Option, given: Any) -> Mapping[str, Any]:
+    """What users pass as values by path pattern."""
+    if not option.values.are_patterns:
+        return given if isinstance(given, Mapping) else {"*": given}
+    named = given or ()
+    if isinstance(named, str) or not isinstance(named, Sequence):
+        option.values.refuse(option.name, given)
+    return {_pattern(option.name, pattern): True for pattern in named}
+
+
+def _pattern(option: str, pattern: Any) -> str:
+    if not isinstance(pattern, str):
+        advice = "Pass a mapping from path patterns, which are strings, to values."
+        cannot_be(f"a pattern of {option}", pattern, advice)
+    return pattern

@@ -1,0 +1,147 @@
+"""What values the options of leaves take, in words and as checks.
+
+In: values as users write them. Out: the same as readers get them, or an error that
+names the option, the value and what is allowed.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn, get_args
+
+import jax.numpy as jnp
+
+from shardfn._core.errors import cannot_be
+
+Reshard = bool | int | Literal["auto"]
+Accumulate = Literal["auto", "scatter", "defer"]
+
+
+class NotAllowed(Exception):
+    """A value that an option does not take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """The values that an option takes.
+
+    Attributes:
+      allowed: what they are, in words.
+      read: gives a value as readers get it, or raises `NotAllowed`.
+      are_patterns: users pass a tuple of path patterns: of the leaves that have True.
+    """
+
+    allowed: str
+    read: Callable[[Any], Any]
+    are_patterns: bool = False
+
+    def of(self, option: str, value: Any) -> Any:
+        """`value` as readers get it."""
+        try:
+            return self.read(value)
+        except NotAllowed:
+            self.refuse(option, value)
+
+    def refuse(self, option: str, value: Any) -> NoReturn:
+        if self.are_patterns:
+            cannot_be(option, value, f"Pass {self.allowed}.")
+        cannot_be(
+            option,
+            value,
+            f"Pass {self.allowed}, or a mapping from path patterns to such values, "
+            f"as in {option}={{'params/layers/*': ...}}.",
+        )
+
+
+def _one_of(literal: Any) -> Values:
+    """The values of a `Literal`."""
+    allowed = get_args(literal)
+
+    def read(value: Any) -> Any:
+        if not any(type(value) is type(each) and value == each for each in allowed):
+            raise NotAllowed
+        return value
+
+    return Values(", ".join(map(repr, allowed)), read)
+
+
+def _reshard(value: Any) -> Reshard:
+    if isinstance(value, bool) or (isinstance(value, str) and value == "auto"):
+        return value  # pyright: ignore[reportReturnType]
+    if type(value) is not int or value < 1:
+        raise NotAllowed
+    return value if value > 1 else False  # 1 equals True, and says the contrary
+
+
+def _floating(value: Any) -> str | None:
+    if value is None:
+        return None
+    try:
+        dtype = jnp.dtype(value)
+    except TypeError:
+        raise NotAllowed from None
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise NotAllowed
+    return str(dtype)
+
+
+def _axes(value: Any) -> tuple[str, ...] | None:
+    names = (value,) if isinstance(value, str) else value
+    if names is None or names is False:
+        return None if names is None else ()
+    if not isinstance(names, tuple) or not all(isinstance(n, str) for n in names):
+        raise NotAllowed
+    return names
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise NotAllowed
+    return value
+
+
+RESHARD = Values("True, False, 'auto', a number of devices", _reshard)
+DTYPE = Values("None or a floating-point dtype such as 'bfloat16'", _floating)
+ACCUMULATE = _one_of(Accumulate)
+COUNT = Values("an integer that is not negative", _count)
+AXES = Values("a mesh axis, a tuple of mesh axes, False or None", _axes)
+PATTERNS = Values(
+    "a tuple of path patterns: ('batch_stats/*',)", bool, are_patterns=True
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """An option that may differ from leaf to leaf.
+
+    Attributes:
+      default: what readers get of a leaf of which nothing is asked.
+      values: which it takes.
+      read_by: the modules that act on it.
+      doc: what it does, for people.
+      name: what users call it.
+      type: what a type checker lets them pass.
+    """
+
+    default: Any
+    values: Values
+    read_by: tuple[str, ...]
+    doc: str
+    name: str = ""
+    type: Any = Any
+
+    @property
+    def default_given(self) -> Any:
+        """The default as users write it."""
+        return () if self.values.are_patterns else self.default
+
+    @property
+    def text(self) -> str:
+        """What it does, in one line."""
+        return " ".join(inspect.cleandoc(self.doc).split())
+
+    @property
+    def summary(self) -> str:
+        """What it is, in one clause."""
+        clause, _, _ = self.text.partition(". ")[0].partition(": ")
+        return clause.rstrip(".").replace("`", "")
