@@ -8,7 +8,6 @@ Needs the extra `checkpoint`: `pip install -e '.[checkpoint]'`.
 """
 
 import contextlib
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +21,17 @@ from shardfn._core import compat, processes
 from shardfn._core.errors import call_site
 from shardfn._core.leaves import Leaf, path_name
 from shardfn.storage import _damage, _write_failures
-from shardfn.storage._leaves import is_text, leaves_of
+from shardfn.storage._checkpoint_errors import CheckpointError as CheckpointError
+from shardfn.storage._checkpoint_errors import (
+    DamagedCheckpointError as DamagedCheckpointError,
+)
+from shardfn.storage._checkpoint_errors import (
+    check_devices,
+    check_extra,
+    check_leaves,
+    in_all_processes,
+)
+from shardfn.storage._leaves import leaves_of
 from shardfn.storage._orbax_handler import CHUNK_BYTES
 from shardfn.storage._orbax_items import (
     Saved,
@@ -30,34 +39,17 @@ from shardfn.storage._orbax_items import (
     empty,
     handler,
     has_values,
-    is_known,
     manager_options,
-    not_json,
-    on_disk,
     read,
     read_step,
     values,
 )
 from shardfn.storage._placement import HasStorage
 
+__all__ = ["CheckpointError", "Checkpoints", "DamagedCheckpointError"]
+
 ITEM = "state"
 """The name of the state's directory in a checkpoint."""
-
-
-class CheckpointError(ValueError):
-    """A checkpoint cannot be written, or does not fit the state to be restored."""
-
-
-class DamagedCheckpointError(CheckpointError):
-    """The files of a checkpoint are not what was written; an older one's may be.
-
-    Attributes:
-      number: the checkpoint's number; None if only another process knows it.
-    """
-
-    def __init__(self, message: str, number: int | None) -> None:
-        super().__init__(message)
-        self.number = number
 
 
 class Checkpoints:
@@ -118,7 +110,7 @@ class Checkpoints:
         watched = handler()
         _write_failures.watch(watched, self._failures)
         options = manager_options(options, self.directory, self._group)
-        with _in_all_processes("opened the checkpoints", self._group):
+        with in_all_processes("opened the checkpoints", self._group):
             try:
                 self._manager = ocp.CheckpointManager(
                     self.directory, options=options, item_handlers={ITEM: watched}
@@ -168,13 +160,13 @@ class Checkpoints:
             state have the same path, or JSON cannot hold `extra`; nothing is written.
           Exception: what went wrong while an earlier checkpoint was written.
         """
-        with _in_all_processes(f"begun to save {number}", self._group):
+        with in_all_processes(f"begun to save {number}", self._group):
             self.wait()
             self._check_number(number)
-            _check_extra(extra or {})
+            check_extra(extra or {})
             arrays, leaves, treedef = self._stored(state)
-            _check_leaves(leaves)
-            self._check_devices(arrays, leaves)
+            check_leaves(leaves)
+            check_devices(arrays, leaves, self._group)
             item = jax.tree.unflatten(treedef, values(arrays, leaves))[0]
         chunked = ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES)
         args = ocp.args.PyTreeSave(
@@ -215,7 +207,7 @@ class Checkpoints:
           Exception: what this process cannot read for such a reason.
         """
         at = "the latest checkpoint" if number is None else f"checkpoint {number}"
-        with _in_all_processes(f"read {at}", self._group):
+        with in_all_processes(f"read {at}", self._group):
             self.wait()
             number = self._found(number)
             leaves, treedef, targets = self._targets(like)
@@ -281,18 +273,6 @@ class Checkpoints:
                 f"  save was called at {call_site()}\n"
                 "Give the new one another number, or delete the old one."
             )
-
-    def _check_devices(self, arrays: list[jax.Array], leaves: Sequence[Leaf]) -> None:
-        """Refuses that each of several processes saves a state of its own."""
-        count = len(self._group or range(processes.count()))
-        for leaf, x in zip(leaves, arrays, strict=True):
-            if count > 1 and x.is_fully_addressable:
-                raise CheckpointError(
-                    f"state leaf '{leaf.name}' is on the devices of one process, and "
-                    f"{count} processes save together.\n"
-                    f"  save was called at {call_site()}\n"
-                    "Give Checkpoints the step that the state belongs to."
-                )
 
     def _found(self, number: int | None) -> int:
         numbers = self.numbers
@@ -377,53 +357,3 @@ class Checkpoints:
 
     def _path(self, number: int) -> epath.Path:
         return self.directory / str(number)
-
-
-def _check_extra(extra: Mapping[str, Any]) -> None:
-    if found := not_json(dict(extra), "extra"):
-        raise CheckpointError(
-            f"{found[0]} is {found[1]}, which JSON cannot hold.\n"
-            f"  save was called at {call_site()}\n"
-            "Pass float(...) or int(...) of a number, .tolist() of an array."
-        )
-
-
-def _check_leaves(leaves: Sequence[Leaf]) -> None:
-    """Refuses what has no name or no dtype on disk."""
-    names = Counter(leaf.name.replace("/", ".") for leaf in leaves)
-    for leaf in leaves:
-        if names[leaf.name.replace("/", ".")] > 1:
-            raise CheckpointError(
-                f"two leaves of the state are called '{leaf.name}' on disk, where '.' "
-                f"stands between keys.\n  save was called at {call_site()}\n"
-                "Rename a key of the state, such as one that has a '.' or '/' in it."
-            )
-        if has_values(leaf) and not is_known(dtype := on_disk(leaf.aval).dtype):
-            raise CheckpointError(
-                f"state leaf '{leaf.name}' is {dtype.name}, which TensorStore cannot "
-                f"write.\n  save was called at {call_site()}\n"
-                "Cast it in the state, such as to int8 or float8_e4m3fn."
-            )
-        if not is_text(leaf.name):
-            raise CheckpointError(
-                f"state leaf {leaf.name!a} has a name that is no Unicode text: half of "
-                f"a surrogate pair.\n  save was called at {call_site()}\n"
-                "Rename that key of the state."
-            )
-
-
-@contextlib.contextmanager
-def _in_all_processes(done: str, group: Sequence[int] | None) -> Iterator[None]:
-    """What one process cannot do, all do not: they go on together, or not at all."""
-    try:
-        with processes.meeting(done, group):
-            yield
-    except processes.ElsewhereError as error:
-        message = (
-            f"process {error.process} has not {done}:\n    {error.reason}\n"
-            f"  this one called shardfn at {call_site()}\n"
-            "What one process cannot do, none does: see to that one first."
-        )
-        if error.kind == DamagedCheckpointError.__name__:
-            raise DamagedCheckpointError(message, None) from None
-        raise CheckpointError(message) from None

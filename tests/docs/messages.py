@@ -13,6 +13,13 @@ import shardfn
 
 ROOT = Path(shardfn.__file__).parent
 PLACE = "…"
+# Errors that users see wherever they are raised.
+PUBLIC_ERRORS = (
+    "ShardingError",
+    "ElsewhereError",
+    "CheckpointError",
+    "DamagedCheckpointError",
+)
 # Messages that another function returns.
 RETURNED = {
     "ShardingError(found['late'])": ("process … has …, and process … has not in … s."),
@@ -65,9 +72,9 @@ def _collapse(found: re.Match[str]) -> str:
 
 def _is_seen(call: ast.Call, path: Path) -> bool:
     match call.func:
-        case (
-            ast.Name(id="ShardingError" | "ElsewhereError") | ast.Attribute(attr="warn")
-        ):
+        case ast.Name(id=name) if name in PUBLIC_ERRORS:
+            return bool(call.args)
+        case ast.Attribute(attr="warn"):
             return bool(call.args)
         case ast.Name(id=name):
             is_error = name.endswith(("Error", "Warning")) and name != "AssertionError"
