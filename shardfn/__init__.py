@@ -1,5 +1,12 @@
-"""shardfn: fully sharded training steps in JAX, from an unedited step."""
+"""shardfn: fully sharded training steps in JAX, from an unedited step.
 
+What a training program needs is here, and what it reads. The author of a rule finds the
+rest in `shardfn.rules`; plans, reports and machines are in `shardfn.analysis`,
+checkpoints and exports in `shardfn.storage`, `assert_parity` in `shardfn.testing`.
+"""
+
+from shardfn import analysis as analysis
+from shardfn import rules as rules
 from shardfn._api.fully_shard import fully_shard as fully_shard
 from shardfn._api.local_step import LocalStep as LocalStep
 from shardfn._api.sharded_step import ShardedStep as ShardedStep

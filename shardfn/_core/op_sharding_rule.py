@@ -376,7 +376,14 @@ def register_rule(
 
 
 def rule_of(eqn: JaxprEqn) -> OpShardingRule | None:
-    """The rule of an equation, or None if its primitive has none."""
+    """Looks up what is registered.
+
+    Args:
+      eqn: an equation, such as one of `jax.make_jaxpr(f)(x).eqns`.
+
+    Returns:
+      The rule of the equation, or None if its primitive has none.
+    """
     entry = _registry.get(eqn.primitive)
     return entry.rule(eqn) if entry else None
 
@@ -392,4 +399,5 @@ __all__ = [
     "factor_names",
     "make_rule",
     "register_rule",
+    "rule_of",
 ]

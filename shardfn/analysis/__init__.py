@@ -4,3 +4,12 @@ In: plans, and programs as compilers return them. Out: `Plan`, `Verification`, `
 and the machines that a step can be compiled for without having them (`targets`).
 Imports `_core`.
 """
+
+from shardfn.analysis import targets as targets
+from shardfn.analysis.collective import Collective as Collective
+from shardfn.analysis.plan import Plan as Plan
+from shardfn.analysis.report import Report as Report
+from shardfn.analysis.verification import LineCheck as LineCheck
+from shardfn.analysis.verification import Verification as Verification
+
+__all__ = ["Collective", "LineCheck", "Plan", "Report", "Verification", "targets"]

@@ -23,6 +23,8 @@ from jax.sharding import AxisType, Mesh
 
 from shardfn.analysis._gpus import GPUS, target_config
 
+__all__ = ["Target", "devices", "mesh", "missing", "target"]
+
 GB = 10**9
 
 

@@ -11,7 +11,16 @@ from shardfn._core.op_sharding_rule import factor_names
 
 
 def fresh_names() -> Iterator[str]:
-    """Factor names without end: a, b, c, ..."""
+    """Makes different factor names without end, for rules of any rank.
+
+    Returns:
+      An iterator: a, b, c, ...
+
+    Example:
+      >>> names = fresh_names()
+      >>> next(names), next(names)
+      ('a', 'b')
+    """
     return (factor_names(1, start)[0] for start in itertools.count())
 
 

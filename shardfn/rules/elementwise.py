@@ -33,7 +33,17 @@ _ALL = "add add_any sub complex"
 def elementwise_rule(
     eqn: JaxprEqn, linear: str | list[list[int]] = ""
 ) -> OpShardingRule:
-    """`a b, a b -> a b`; a scalar has no factor, a widened dimension its own."""
+    """The rule of an elementwise op, `a b, a b -> a b`: each element of the results is
+    computed from the elements of the operands at its place.
+
+    Args:
+      eqn: the equation. Each operand has the shape of the results, has size 1 in some
+        dimensions, which get a factor of their own, or is a scalar, which has none.
+      linear: in which operands the op is linear, as in `make_rule`.
+
+    Returns:
+      The frozen rule; it may run on blocks of flattened operands, too.
+    """
     shape = result_shape(eqn)
     names = factor_names(len(shape))
     fresh = iter(factor_names(len(shape) * len(eqn.invars), len(shape)))

@@ -35,9 +35,18 @@ Start = jax.Array | int
 def partly_changed(
     eqn: JaxprEqn, changed: Sequence[bool] | None = None, linear: Any = ""
 ) -> OpShardingRule:
-    """The rule of an op on one array and scalars that changes some dimensions whole.
+    """The rule of an op on one array that needs some of its dimensions whole, as a sort
+    along one of them does: `a b -> a c  whole={b, c}`.
 
-    By default those are the dimensions whose size changes.
+    Args:
+      eqn: the equation: one array and any number of scalars in, an array of the same
+        rank out.
+      changed: for each dimension, whether it has to be whole. None: those whose size
+        changes.
+      linear: in which operands the op is linear, as in `make_rule`.
+
+    Returns:
+      The frozen rule.
     """
     before, after = _sides(eqn, changed)
     scalars = [()] * (len(eqn.invars) - 1)

@@ -30,6 +30,8 @@ from shardfn.storage._leaves import is_text, leaves_of
 from shardfn.storage._placement import HasStorage
 from shardfn.storage._stored_array import stored_array
 
+__all__ = ["ExportError", "dotted", "write_safetensors"]
+
 DTYPES = {
     "bool": "BOOL",
     "uint8": "U8",

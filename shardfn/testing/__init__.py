@@ -6,3 +6,5 @@ differ. Imports every package.
 
 from shardfn.testing.parity import assert_parity as assert_parity
 from shardfn.testing.parity import assert_same as assert_same
+
+__all__ = ["assert_parity", "assert_same"]

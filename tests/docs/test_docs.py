@@ -17,25 +17,30 @@ import shardfn.storage.checkpoint
 import shardfn.storage.safetensors
 import shardfn.testing
 
-# Modules that are imported by their name: what they define is public too.
+# Modules whose public names are in `__all__`.
 MODULES = (
+    shardfn.rules,
+    shardfn.analysis,
+    shardfn.analysis.targets,
     shardfn.storage.checkpoint,
     shardfn.storage.safetensors,
     shardfn.testing,
-    shardfn.analysis.targets,
 )
 
 
 def public_names() -> Iterator[tuple[str, object]]:
-    """Public names, as users write them."""
+    """Public names, as users write them: by the module that they belong to."""
+    elsewhere = set()
+    for module in MODULES:
+        for name in module.__all__:
+            value = getattr(module, name)
+            if not inspect.ismodule(value):
+                elsewhere.add(id(value))
+                yield f"{module.__name__}.{name}", value
     for name, value in vars(shardfn).items():
         if not name.startswith("_") and not inspect.ismodule(value):
-            yield f"shardfn.{name}", value
-    for module in MODULES:
-        for name, value in vars(module).items():
-            made_in = getattr(value, "__module__", "") or ""
-            if made_in.startswith(module.__name__) and name[0] != "_":
-                yield f"{module.__name__}.{name}", value
+            if id(value) not in elsewhere:
+                yield f"shardfn.{name}", value
 
 
 QUALIFIED = dict(public_names())
@@ -63,6 +68,17 @@ FUNCTIONS = dict(functions())
 def sections(function: Callable) -> set[str]:
     lines = (inspect.getdoc(function) or "").splitlines()
     return {line[:-1] for line in lines if line.endswith(":") and line[:1].isupper()}
+
+
+def test_every_public_name_is_in_all() -> None:
+    """What a module without an underscore defines is public, or has one itself."""
+    for module in MODULES:
+        defined = {
+            name
+            for name, value in vars(module).items()
+            if getattr(value, "__module__", "") == module.__name__ and name[0] != "_"
+        }
+        assert defined <= set(module.__all__), module.__name__
 
 
 def test_the_public_names() -> None:
