@@ -168,3 +168,10 @@ def test_importing_the_package_makes_no_device() -> None:
         "assert jax.device_count() == 3"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT.parent)
+
+
+def test_a_jaxpr_is_planned_in_one_place() -> None:
+    """Trace, propagation and schedule are put together once."""
+    stages = {"_propagation.propagate", "_schedule.pipeline"}
+    users = {name for name in MODULES if stages & set(imported(name))}
+    assert users == {"_lowering.plan_jaxpr"}

@@ -13,7 +13,7 @@ import jax
 
 from shardfn._core import compat
 from shardfn._core.automatic_axes import auto_names
-from shardfn._core.control import NOTHING_ASKED, Control
+from shardfn._core.control import Control
 from shardfn._core.errors import (
     ReplicatedComputeWarning,
     ShardingError,
@@ -23,15 +23,11 @@ from shardfn._core.errors import (
 )
 from shardfn._core.leaves import Leaf, leaf_name
 from shardfn._core.limits import REPLICATED_FLOPS, REPLICATED_SHARE
-from shardfn._core.program import Program, aval_of
-from shardfn._core.sharding import Axes, Sharding, stored_shape
+from shardfn._core.program import Program
+from shardfn._core.sharding import Axes, Sharding
 from shardfn._lowering.interpreter import emit
+from shardfn._lowering.plan_jaxpr import Meaning, plan_jaxpr
 from shardfn._lowering.planned_program import Planned
-from shardfn._propagation.automatic_axes import split_automatically
-from shardfn._propagation.propagate import propagate
-from shardfn._schedule.pipeline import schedule
-from shardfn._schedule.widen_reductions import widen
-from shardfn._trace.jaxpr_to_program import make_program
 from shardfn._trace.leaf_names import name_leaves
 from shardfn._trace.passes import argument
 from shardfn._trace.tied_transposes import fold_transposes
@@ -75,36 +71,39 @@ def plan_traced(
         zip(traced.given, (*stored, *batch), strict=True)
     ):
         arguments[i] = argument(shapes[i], sharding, is_state=k < len(stored))
-    program = make_program(traced.jaxpr, arguments)
-    program = replace(
-        program,
-        inputs=tuple(program.inputs[i] for i in traced.given),
-        outputs=tuple(program.outputs[j] for j in traced.order),
-    )
-    program = name_leaves(
-        program,
-        [*names, *[""] * (len(program.inputs) - len(names))],
-        [*names, *[""] * (len(program.outputs) - len(names))],
-    )
-    program = fold_transposes(program)
-    others = program.outputs[len(stored) :]
-    inputs = (*stored, *batch)
-    required: list[Sharding | None] = [*stored, *[None] * len(others)]
+
+    def arrange(program: Program) -> Program:
+        program = replace(
+            program,
+            inputs=tuple(program.inputs[i] for i in traced.given),
+            outputs=tuple(program.outputs[j] for j in traced.order),
+        )
+        program = name_leaves(
+            program,
+            [*names, *[""] * (len(program.inputs) - len(names))],
+            [*names, *[""] * (len(program.outputs) - len(names))],
+        )
+        return fold_transposes(program)
+
+    inputs, others = (*stored, *batch), len(traced.order) - len(stored)
+    required: list[Sharding | None] = [*stored, *[None] * others]
     for j, i in traced.kept:
         required[j] = inputs[i]
-    body = propagate(program, inputs, required, axes, min_size, control)
-    for j, atom in enumerate(others, start=len(stored)):
-        sharding, shape = body.output_shardings[j], aval_of(program, atom).shape
-        if stored_shape(shape, sharding, axes) != tuple(shape):
-            required[j] = axes.replicated
-    wider = widen(program, body, control)
-    if wider is not program or any(r is not None for r in required[len(stored) :]):
-        program = wider
-        body = propagate(program, inputs, required, axes, min_size, control)
     autos = [leaf.auto or () for leaf in state]
-    given, made = [*autos, *[()] * len(batch)], [*autos, *[()] * len(others)]
-    body = split_automatically(program, body, given, made)
-    body = schedule(program, body, control, axes)
+    program, body = plan_jaxpr(
+        traced.jaxpr,
+        inputs,
+        required,
+        axes,
+        small=min_size,
+        control=control,
+        meaning=Meaning(
+            arguments,
+            arrange,
+            [*autos, *[()] * len(batch)],
+            [*autos, *[()] * others],
+        ),
+    )
     unused = _unused_axes(program, state, axes)
     notes = (
         *traced.meaning.notes,
@@ -178,10 +177,9 @@ def plan_init(
     Returns:
       A function of the leaves of `args`, to be called inside `shard_map`.
     """
-    program = make_program(compat.without_refs(jax.make_jaxpr(init_fn)(*args)))
-    inputs = [axes.replicated] * len(program.inputs)
-    body = propagate(program, inputs, stored, axes, small=2)
-    body = schedule(program, body, NOTHING_ASKED, axes)
+    jaxpr = compat.without_refs(jax.make_jaxpr(init_fn)(*args))
+    inputs = [axes.replicated] * len(jaxpr.in_avals)
+    program, body = plan_jaxpr(jaxpr, inputs, stored, axes)
     return lambda *leaves: emit(program, body, leaves, axes)
 
 

@@ -60,7 +60,7 @@ class Region:
                 yield j, result
 
 
-def part(each: Sequence[T], positions: range) -> Sequence[T]:
+def span(each: Sequence[T], positions: range) -> Sequence[T]:
     """The arguments or results at `positions`, which lie side by side."""
     return each[positions.start : positions.stop]
 

@@ -16,13 +16,10 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from shardfn._core import compat
-from shardfn._core.control import NOTHING_ASKED
 from shardfn._core.plan import BodyPlan
 from shardfn._core.program import Node, Program, aval_of
 from shardfn._core.sharding import Axes, Sharding
-from shardfn._propagation.propagate import propagate
-from shardfn._schedule.pipeline import schedule
-from shardfn._trace.jaxpr_to_program import make_program
+from shardfn._lowering.plan_jaxpr import plan_jaxpr
 
 Emit = Callable[[Program, BodyPlan, Sequence[jax.Array], Axes], list[jax.Array]]
 
@@ -167,10 +164,7 @@ class _Call:
         """Plans a plain function; results beyond `required` come in any sharding."""
         with compat.at_top_level():
             jaxpr = jax.make_jaxpr(run)(*map(compat.abstract, avals))
-        program = make_program(jaxpr)
-        free = [None] * (len(program.outputs) - len(required))
-        body = propagate(program, inputs, [*required, *free], self.axes, small=2)
-        body = schedule(program, body, NOTHING_ASKED, self.axes)
+        program, body = plan_jaxpr(jaxpr, inputs, required, self.axes)
         return _Planned(program, body, self.axes, self.emit)
 
 

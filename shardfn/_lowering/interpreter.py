@@ -31,7 +31,7 @@ from shardfn._core.plan import (
     together,
 )
 from shardfn._core.program import Node, Program, aval_of
-from shardfn._core.regions import part
+from shardfn._core.regions import span
 from shardfn._core.resharding import reshard_path
 from shardfn._core.sharding import Axes, Sharding, axes_of
 from shardfn._lowering.collectives import run_move, varying
@@ -291,14 +291,14 @@ class _Run:
     def scan(self, step: Apply, node: Node, operands: Arrays) -> Arrays:
         (region,), carries = node.regions, node.regions[0].carries
         run, plan, body = self.body(step, node, 0), step.bodies[0], node.bodies[0]
-        consts = part(operands, region.constants)
+        consts = span(operands, region.constants)
         xs = [*node.sliced(operands), *(self.env[ref] for ref in step.imports)]
         init = [
             self.typed(x, s, getattr(body.avals[v], "weak_type", None))
             for x, s, v in zip(
-                self.started(step, operands, part(region.operands, carries)),
-                part(plan.inputs, carries),
-                part(body.inputs, carries),
+                self.started(step, operands, span(region.operands, carries)),
+                span(plan.inputs, carries),
+                span(body.inputs, carries),
                 strict=True,
             )
         ]
@@ -312,7 +312,7 @@ class _Run:
 
         def taken_ahead(ahead: Ahead) -> Part:
             used = {ref for s in ahead.part.steps for ref in reads(s)}
-            slices = part(body.inputs, region.slices)
+            slices = span(body.inputs, region.slices)
             scanned = (*map(Ref, slices), *ahead.part.imports)
             return Part(
                 ahead.lead,
@@ -340,8 +340,8 @@ class _Run:
                 x if sharding[apart[0]] is None else c
                 for c, x, sharding in zip(
                     carry,
-                    part(operands, carries),
-                    part(step.operand_shardings, carries),
+                    span(operands, carries),
+                    span(step.operand_shardings, carries),
                     strict=True,
                 )
             ]
@@ -363,13 +363,13 @@ class _Run:
         test, run = self.body(step, node, 0), self.body(step, node, 1)
         tested, looped = node.regions
         given = looped.entering(operands)
-        tests = part(tested.entering(operands), tested.constants)
-        consts = part(given, looped.constants)
+        tests = span(tested.entering(operands), tested.constants)
+        consts = span(given, looped.constants)
         args = self.entering(step.bodies[1], node.bodies[1], given)
         out = lax.while_loop(
             lambda carry: test(*tests, *carry)[0],
             lambda carry: tuple(run(*consts, *carry)),
-            tuple(part(args, looped.carries)),
+            tuple(span(args, looped.carries)),
         )
         return list(out)
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from shardfn._core.control import Control
 from shardfn._core.plan import BodyPlan
 from shardfn._core.program import Node, Program
-from shardfn._core.regions import part
+from shardfn._core.regions import span
 from shardfn._core.resharding import can_split
 from shardfn._core.sharding import (
     Axes,
@@ -122,14 +122,14 @@ class FlowSite:
         loop = row_loop(self.node, self.operand_avals, states, self.axes)
         if loop is not None:
             return self.over_rows(loop)
-        consts = part(states, region.constants)
+        consts = span(states, region.constants)
         xs = [self.scanned(i) for i in region.slices]
         inner_xs = [_shift(s, -1) for s in xs]
         wants = [
             _shift_wants(w, -1) if j in region.stacks else w
             for j, w in enumerate(self.wants)
         ]
-        keep_ys = part(self.keep, region.stacks)
+        keep_ys = span(self.keep, region.stacks)
 
         def solve(carry: Sequence[Sharding], pin: bool) -> Solved:
             fixed = list(carry) if pin else [None] * len(carry)
@@ -138,7 +138,7 @@ class FlowSite:
                 body,
                 (*consts, *carry, *inner_xs),
                 (*fixed, *[None] * len(keep_ys)),
-                (*carried, *part(wants, region.stacks)),
+                (*carried, *span(wants, region.stacks)),
                 (*(True for _ in carry), *keep_ys),
             )
 
@@ -146,7 +146,7 @@ class FlowSite:
             body, region.carries, lambda c: solve(c, False).plan, wants
         )
         solved = solve(carry, True)
-        ys = part(solved.plan.output_shardings, region.stacks)
+        ys = span(solved.plan.output_shardings, region.stacks)
         out = (*carry, *(_shift(y, 1) for y in ys))
         back = tuple(
             _shift_wants(w, 1) if i in region.slices else w
@@ -193,8 +193,8 @@ class FlowSite:
     def loop(self) -> Decision:
         test, body = self.node.bodies
         tested, looped = self.node.regions
-        tests = [self.entering(i) for i in part(tested.operands, tested.constants)]
-        consts = [self.entering(i) for i in part(looped.operands, looped.constants)]
+        tests = [self.entering(i) for i in span(tested.operands, tested.constants)]
+        consts = [self.entering(i) for i in span(looped.operands, looped.constants)]
 
         def solve(carry: Sequence[Sharding], pin: bool) -> Solved:
             fixed = carry if pin else [None] * len(carry)
@@ -208,7 +208,7 @@ class FlowSite:
 
         carry = self.carries(
             body,
-            part(looped.operands, looped.carries),
+            span(looped.operands, looped.carries),
             lambda c: solve(c, False).plan,
             self.wants,
             may_sum=False,
@@ -221,7 +221,7 @@ class FlowSite:
             [self.no_wants],
             (False,),
         )
-        wants = (*part(solved_test.wants, tested.constants), *solved.wants)
+        wants = (*span(solved_test.wants, tested.constants), *solved.wants)
         plans = (solved_test.plan, solved.plan)
         operands = (*tests, *consts, *carry)
         return Decision(operands, carry, carry, (), plans, wants)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from shardfn._core.control import Control
 from shardfn._core.plan import Ahead, Apply, BodyPlan, Ref, Reshard, Step, fresh, reads
 from shardfn._core.program import Program
-from shardfn._core.regions import part
+from shardfn._core.regions import span
 
 
 def prefetch(program: Program, body: BodyPlan, control: Control) -> BodyPlan:
@@ -34,8 +34,8 @@ def prefetch(program: Program, body: BodyPlan, control: Control) -> BodyPlan:
             step = replace(step, bodies=bodies)
             if node.kind == "scan" and not node.is_unrolled:
                 (region,), arguments = node.regions, node.bodies[0].inputs
-                scanned = part(arguments, region.slices)
-                constants = part(arguments, region.constants)
+                scanned = span(arguments, region.slices)
+                constants = span(arguments, region.constants)
                 sliced = [*map(Ref, scanned), *step.bodies[0].imports]
                 given = {Ref(v): False for v in constants} | dict.fromkeys(sliced, True)
                 step = _scan(node.bodies[0], step, given, control)

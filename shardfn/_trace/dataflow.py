@@ -16,7 +16,7 @@ from shardfn._core.phases import BACKWARD
 from shardfn._core.program import Atom, Node, Program, aval_of
 from shardfn._core.regions import Region
 
-T = TypeVar("T", bound="Joined")
+T = TypeVar("T", bound="Facts")
 
 Place = tuple[int, int, int]
 """A dimension: number of the body it is in, value, dimension."""
@@ -26,7 +26,7 @@ _MOVES = (*_WRITES, "select_n", "copy", "copy_p")
 _OVER_DEVICES = ("psum", "psum_invariant", "pmax", "pmin")
 
 
-class Joined(Protocol):
+class Facts(Protocol):
     """Sets of facts, which only grow."""
 
     def __or__(self, other: Any, /) -> Any: ...

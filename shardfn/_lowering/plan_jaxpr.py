@@ -1,0 +1,97 @@
+"""Plans a jaxpr: the one place that puts trace, propagation and schedule together.
+
+In: a jaxpr, the shardings of its arguments and of those results that are given. Out:
+its program and its scheduled plan.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardfn._core.automatic_axes import AutoSplit
+from shardfn._core.control import NOTHING_ASKED, Control
+from shardfn._core.plan import BodyPlan
+from shardfn._core.program import Program, aval_of
+from shardfn._core.sharding import Axes, Sharding, stored_shape
+from shardfn._propagation.automatic_axes import split_automatically
+from shardfn._propagation.propagate import propagate
+from shardfn._schedule.pipeline import schedule
+from shardfn._schedule.widen_reductions import widen
+from shardfn._trace.jaxpr_to_program import make_program
+from shardfn._trace.passes import Argument
+
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """What is known of a training step beyond its jaxpr.
+
+    Attributes:
+      arguments: what its arguments are, in the jaxpr's order.
+      arrange: makes its program one of the arguments and results that are asked for.
+      auto_inputs: how automatic mesh axes split each argument of that.
+      auto_outputs: how they split each result.
+    """
+
+    arguments: Sequence[Argument]
+    arrange: Callable[[Program], Program]
+    auto_inputs: Sequence[AutoSplit]
+    auto_outputs: Sequence[AutoSplit]
+
+
+def plan_jaxpr(
+    jaxpr: Any,
+    inputs: Sequence[Sharding],
+    required: Sequence[Sharding | None],
+    axes: Axes,
+    *,
+    small: int = 2,
+    control: Control = NOTHING_ASKED,
+    meaning: Meaning | None = None,
+) -> tuple[Program, BodyPlan]:
+    """Plans a function of whole arrays, to be run on one device's blocks.
+
+    Args:
+      jaxpr: the function.
+      inputs: shardings of its arguments.
+      required: shardings that its first results must have, None for any; those after
+        them may have any.
+      axes: the mesh axes.
+      small: elements below which unreduced values are reduced as late as possible.
+      control: what is asked of the moves of state leaves.
+      meaning: of a step, what its arguments and results are. Its results beyond those
+        that are the state are then handed to the user, so none of them is padded.
+
+    Returns:
+      The program, and its plan.
+    """
+    program = make_program(jaxpr, meaning.arguments if meaning else ())
+    if meaning is not None:
+        program = meaning.arrange(program)
+    free = [None] * (len(program.outputs) - len(required))
+    fixed = [*required, *free]
+    body = propagate(program, inputs, fixed, axes, small, control)
+    even = _without_padding(program, body, fixed, axes) if meaning else fixed
+    wider = widen(program, body, control)
+    if wider is not program or even != fixed:
+        program = wider
+        body = propagate(program, inputs, even, axes, small, control)
+    if meaning is not None:
+        body = split_automatically(
+            program, body, meaning.auto_inputs, meaning.auto_outputs
+        )
+    return program, schedule(program, body, control, axes)
+
+
+def _without_padding(
+    program: Program,
+    body: BodyPlan,
+    required: Sequence[Sharding | None],
+    axes: Axes,
+) -> list[Sharding | None]:
+    """`required`, and replicated for results that would come padded otherwise."""
+    out = list(required)
+    for j, atom in enumerate(program.outputs):
+        sharding, shape = body.output_shardings[j], aval_of(program, atom).shape
+        if out[j] is None and stored_shape(shape, sharding, axes) != tuple(shape):
+            out[j] = axes.replicated
+    return out
