@@ -13,12 +13,12 @@ from jax import lax
 from sharded_and_plain import quick_compiles as quick_compiles
 
 import shardfn
-from shardfn._api import planner
 from shardfn._core.control import Control
 from shardfn._core.phases import BACKWARD, FORWARD, Pass
 from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard
 from shardfn._core.program import Node, Program
 from shardfn._core.sharding import Axes, Sharding, Split
+from shardfn._lowering import plan_jaxpr
 from shardfn._propagation.propagate import propagate
 from shardfn._schedule import loop_invariants
 from shardfn._schedule.loop_invariants import hoist
@@ -322,7 +322,7 @@ def test_schedule_changes_no_bit(loss_fn, monkeypatch) -> None:
     mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
     results, bodies = [], []
     for passes in (schedule, lambda program, body, control, axes: body):
-        monkeypatch.setattr(planner, "schedule", passes)
+        monkeypatch.setattr(plan_jaxpr, "schedule", passes)
         run = shardfn.fully_shard(step, mesh, min_size=8)
         state, trail = run.shard(make_state()), []
         bodies.append(run.plan(state, x).body)
