@@ -6,30 +6,35 @@ out what they are, places them, or says what is wrong with them.
 
 import itertools
 import math
-import sys
+import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from shardfn._core import compat
+from shardfn._core.call_arguments import Position, meaning_of, new_leaves
+from shardfn._core.leaves import Leaf
 from shardfn.storage._mesh_context import beside
-from shardfn.storage._placement import is_placed
+from shardfn.storage._placement import Storage, is_placed
 from shardfn.storage._stored_array import StoredArray
 
-MADE = "_shardfn_made"
+KIND = "_shardfn_kind"
 """Attribute of an array that a step has made of donated ones: the `Kind` that it fits,
-and the number of the call. Whatever is older shares no buffer with it."""
+of which every leaf of a state has its own."""
+
+CALL = "_shardfn_call"
+"""Attribute of such an array: the number of the call that made it. Whatever is older
+shares no buffer with it."""
 
 SEEN = "_shardfn_seen"
 """Attribute of an array of a batch: the number of a call that it was given to. It
 shares no buffer with what was made later."""
 
-NOT_MADE = (None, 0)
-
+_kind_of, _call_of = operator.attrgetter(KIND), operator.attrgetter(CALL)
 _calls = itertools.count(1)
 
 SCALARS = (bool, int, float, complex)
@@ -60,11 +65,19 @@ class Kind:
       aval: shape, dtype and sharding of the array that stores it.
       shape: shape of the leaf.
       name: its path.
+      has_values: whether it is an array; a float0 is none.
     """
 
     aval: jax.ShapeDtypeStruct
     shape: tuple[int, ...]
     name: str
+    has_values: bool
+
+    @classmethod
+    def of(cls, leaf: Leaf, aval: jax.ShapeDtypeStruct) -> "Kind":
+        """That of a leaf which an array like `aval` stores."""
+        has_values = aval.dtype != jax.dtypes.float0
+        return cls(aval, leaf.aval.shape, leaf.name, has_values)
 
     @property
     def is_padded(self) -> bool:
@@ -81,6 +94,39 @@ class Kind:
 
 
 @dataclass(frozen=True, slots=True)
+class Division:
+    """Where the leaves of a call's arguments belong.
+
+    Attributes:
+      state: where those of the state are, in its order.
+      batch: where those of the batch are.
+    """
+
+    state: tuple[slice, ...]
+    batch: tuple[slice, ...]
+
+    @classmethod
+    def of(cls, tree: Any, states: Sequence[Position]) -> "Division | None":
+        """The division of arguments of structure `tree`; None if a state has no
+        position among them."""
+        counts = [child.num_leaves for child in tree.children()]
+        ends = list(itertools.accumulate(counts))
+        parts = [slice(end - n, end) for n, end in zip(counts, ends, strict=True)]
+        if not all(isinstance(place, int) for place in states):
+            return None
+        state = tuple(parts[i] for i in states if isinstance(i, int))
+        return cls(state, tuple(x for i, x in enumerate(parts) if i not in states))
+
+    def divide(self, leaves: list[Any]) -> tuple[list[Any], list[Any]]:
+        """The leaves of the state, and those of the batch."""
+        return _taken(leaves, self.state), _taken(leaves, self.batch)
+
+
+def _taken(leaves: list[Any], parts: Sequence[slice]) -> list[Any]:
+    return list(itertools.chain.from_iterable(leaves[part] for part in parts))
+
+
+@dataclass(frozen=True, slots=True)
 class Ready:
     """A call that has gone the long way once.
 
@@ -89,32 +135,43 @@ class Ready:
       kinds: what the state's leaves look like.
       padded: positions of those that are stored padded.
       batch: where each leaf of the batch belongs, and whether it is a scalar.
+      rest: the structure of the batch, a `Rest`.
       donates: whether the state's buffers are given to the result.
+      moves: by the mesh that the caller's batch is on, results that are to be moved,
+        and to which mesh: the same after every call.
     """
 
     run: Any
-    kinds: tuple[Kind, ...]
+    kinds: list[Kind]
     padded: tuple[int, ...]
     batch: tuple[tuple[NamedSharding, bool], ...]
+    rest: Any
     donates: bool
+    moves: dict[Mesh, tuple[tuple[int, Mesh], ...]] = field(default_factory=dict)
 
     def arrays(self, state: Sequence[Any]) -> tuple[list[jax.Array], int] | None:
         """The arrays that store the state's leaves, if they are stored as the step
-        wants them, and alive; and the number of the call that made the oldest, or 0."""
+        takes them, and alive; and the number of the call that made the oldest, or 0 if
+        not all were made by calls, or one is there twice."""
         found = list(state)
         for i in self.padded:
             x = found[i]
             if type(x) is not StoredArray or x.shape != self.kinds[i].shape:
                 return None
             found[i] = x.array
-        oldest = sys.maxsize
-        for x, kind in zip(found, self.kinds, strict=True):
-            made, call = getattr(x, MADE, NOT_MADE)
-            if made is not kind and not kind.fits(x) or x.is_deleted():
+        try:  # at the speed of C: a state has hundreds of leaves
+            if any([x.is_deleted() for x in found]):
                 return None
-            if call < oldest:
-                oldest = call
-        return found, oldest
+            if list(map(_kind_of, found)) == self.kinds:
+                return found, min(map(_call_of, found), default=0)
+        except AttributeError:  # of an array that no step has made, or of no array
+            pass
+        for x, kind in zip(found, self.kinds, strict=True):
+            if not kind.fits(x) or x.is_deleted():
+                return None
+        are_several = len(set(map(id, found))) == len(found)
+        calls = (getattr(x, CALL, 0) for x in found)
+        return found, min(calls, default=0) if are_several else 0
 
     def place(self, batch: Sequence[Any]) -> list[Any] | None:
         """The batch's leaves, of the types of that call, on the mesh, if alive."""
@@ -130,16 +187,35 @@ class Ready:
                     setattr(placed[-1], SEEN, _seen(x))
         return placed
 
-    def leaves(self, new: list[Any]) -> list[Any]:
-        """The leaves of a new state, from the arrays that store them."""
+    def hand_back(self, out: Any, storage: Storage, batch: Sequence[Any]) -> Any:
+        """What the step returns: results on the caller's mesh, the new state's leaves
+        known to the next call, and padded ones in their own shapes.
+
+        Args:
+          out: what the jitted step returned.
+          storage: how the state is stored.
+          batch: the leaves of the batch, as the caller gave them.
+        """
+        flat, tree = jax.tree.flatten(out)
+        new = new_leaves(tree, meaning_of(self.rest))
+        there = storage.results_mesh(batch)
+        if there not in self.moves:
+            self.moves[there] = storage.moves(flat, new, there)
+        for i, mesh in self.moves[there]:
+            spec = flat[i].sharding.spec
+            flat[i] = jax.device_put(flat[i], NamedSharding(mesh, spec))
         if self.donates:
             call = next(_calls)
-            for x, kind in zip(new, self.kinds, strict=True):
-                if type(x) in compat.CONCRETE_ARRAYS:
-                    x._shardfn_made = kind, call  # MADE
+            for i, kind in zip(new, self.kinds, strict=True):
+                if kind.has_values:
+                    x = flat[i]
+                    x._shardfn_kind, x._shardfn_call = kind, call  # KIND, CALL
         for i in self.padded:
-            new[i] = StoredArray(new[i], self.kinds[i].shape, self.kinds[i].name)
-        return new
+            j, kind = new[i], self.kinds[i]
+            flat[j] = StoredArray(flat[j], kind.shape, kind.name)
+        if self.padded or self.moves[there]:
+            return jax.tree.unflatten(tree, flat)
+        return out
 
 
 def apart(state: list[Any], batch: Sequence[Any], oldest: int = 0) -> list[Any]:
@@ -149,20 +225,21 @@ def apart(state: list[Any], batch: Sequence[Any], oldest: int = 0) -> list[Any]:
     Args:
       state: the arrays.
       batch: those of the batch among others.
-      oldest: the number of the call that made the oldest of `state`; 0 if not all were
-        made by steps. Two that were share none.
+      oldest: the number of the call that made the oldest of `state`, if all were made
+        by calls and none is there twice, so that no two share one; else 0.
 
     Returns:
       The arrays, or copies of some.
     """
     given = [x for x in batch if type(x) in compat.CONCRETE_ARRAYS]
     strange = [x for x in given if getattr(x, SEEN, oldest) >= oldest]
-    strange = [x for x in strange if not hasattr(x, MADE)]
+    if oldest and not strange and not any(hasattr(x, KIND) for x in given):
+        return state
+    strange = [x for x in strange if not hasattr(x, KIND)]
     if not oldest:
-        strange += [x for x in state if not hasattr(x, MADE)]
-    if not strange and len({*map(id, state), *map(id, given)}) == len(state) + len(
-        given
-    ):
+        strange += [x for x in state if not hasattr(x, KIND)]
+    arrays = {*map(id, state), *map(id, given)}
+    if not strange and len(arrays) == len(state) + len(given):
         return state
     # Of others, those are looked at whose shards have as many bytes.
     sizes = set(map(_shard_bytes, strange)) - {0}

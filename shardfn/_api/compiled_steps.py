@@ -14,7 +14,13 @@ import jax
 from shardfn._api.call_cache import apart
 from shardfn._api.plain_step import PlainStep, Side
 from shardfn._core import compat
-from shardfn._core.call_arguments import Rest, StateArguments, joined, with_caches
+from shardfn._core.call_arguments import (
+    Rest,
+    StateArguments,
+    joined,
+    meaning_of,
+    with_caches,
+)
 from shardfn._core.leaves import Leaf
 from shardfn._core.limits import BATCH_KINDS
 from shardfn._core.recent import Recent
@@ -115,26 +121,25 @@ class Programs:
             for leaf, s in zip(batch_leaves, split, strict=True)
         ]
         jitted = self.jitted(leaves, treedef, (batch_leaves, batch_tree), batch.meaning)
-        return jitted.trace(*given(stored, batch, placed))
+        return jitted.trace(*given(stored, batch_tree, placed))
 
 
 def given(
-    stored: Sequence[Any], batch: Rest, placed: Sequence[Any]
+    stored: Sequence[Any], rest: Any, placed: Sequence[Any]
 ) -> tuple[Any, tuple[Any, ...]]:
-    """What the jitted step takes, of a state's leaves and those of the batch: what may
-    be donated, the state and the caches, if there are any, and the rest."""
-    rest, caches = with_caches(batch, placed)
-    return (stored, caches) if caches else stored, rest
+    """What the jitted step takes, of a state's leaves and those of a batch of structure
+    `rest`: what may be donated, the state and the caches, if there are any, and the
+    other arguments."""
+    others, caches = with_caches(rest, placed)
+    return (stored, caches) if caches else stored, others
 
 
-def caches_apart(batch: Rest, placed: list[Any]) -> list[Any]:
+def caches_apart(rest: Any, placed: list[Any]) -> list[Any]:
     """The batch's leaves, where no cache, which is donated, shares a buffer with
     another leaf."""
-    if not batch.meaning.caches:
+    if not meaning_of(rest).caches:
         return placed
-    others, caches = (
-        jax.tree.leaves(x) for x in with_caches(batch, range(len(placed)))
-    )
+    others, caches = (jax.tree.leaves(x) for x in with_caches(rest, range(len(placed))))
     copies = apart([placed[i] for i in caches], [placed[i] for i in others])
     new = dict(zip(caches, copies, strict=True))
     return [new.get(i, x) for i, x in enumerate(placed)]

@@ -13,14 +13,15 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 import jax
 
 from shardfn._api.aot import report_on
-from shardfn._api.call_cache import Kind, Ready, apart, types_of
+from shardfn._api.call_arguments import by_position
+from shardfn._api.call_cache import Division, Kind, Ready, apart, types_of
 from shardfn._api.compiled_steps import Programs, caches_apart, given
 from shardfn._api.methods import Kept, Method, binds, bound_to
 from shardfn._api.planner import describe
 from shardfn._api.state_methods import StateMethods, is_traced
 from shardfn._api.static_arguments import advises_binding
 from shardfn._core import compat, processes
-from shardfn._core.call_arguments import Rest, new_leaves
+from shardfn._core.call_arguments import Rest
 from shardfn._core.errors import (
     ShardingError,
     VerificationWarning,
@@ -57,6 +58,9 @@ class ShardedStep(StateMethods, Generic[P, R]):
 
     verify: str = "off"
     _ready: Recent[Any, Ready] = field(
+        default_factory=lambda: Recent(BATCH_KINDS), repr=False
+    )
+    _divisions: Recent[Any, Division | None] = field(
         default_factory=lambda: Recent(BATCH_KINDS), repr=False
     )
     _checked: Recent[Any, bool] = field(
@@ -128,33 +132,33 @@ class ShardedStep(StateMethods, Generic[P, R]):
             step is not as planned and `verify` is `"error"`; the message says which
             leaf or line, and what to do. The state stays usable.
         """
-        states, batch = self.plain.divide(args, named, self.storage.axes)
-        stored, state_tree = jax.tree.flatten(states)
-        flat_batch, batch_tree = jax.tree.flatten(batch)
-        key = self._key(state_tree, batch_tree, flat_batch)
+        given_args = tuple(by_position(self.plain.step, args, named))
+        flat, tree = jax.tree.flatten(given_args)
+        division = self._divisions.find(tree)
+        state, flat_batch = division.divide(flat) if division else ([], [])
+        key = self._key(tree, flat_batch) if division else None
         ready = None if key is None else self._ready.find(key)
-        found = None if ready is None else ready.arrays(stored)
+        found = None if ready is None else ready.arrays(state)
         placed = None if ready is None else ready.place(flat_batch)
         if ready is not None and found is not None and placed is not None:
             stored, oldest = found
         else:
-            oldest = 0
+            states, batch = self.plain.divide(given_args, {}, self.storage.axes)
+            flat_batch, oldest = jax.tree.leaves(batch), 0
             ready, stored, placed = self._prepare(states, batch)
+            division = Division.of(tree, batch.meaning.arguments)
+            self._divisions[tree] = division
+            key = self._key(tree, flat_batch) if division else None
             if key is not None:
                 self._ready[key] = ready
         if ready.donates:
             stored = apart(stored, placed, oldest)
-            placed = caches_apart(batch, placed)
+            placed = caches_apart(ready.rest, placed)
         try:
-            out = ready.run(*given(stored, batch, placed))
+            out = ready.run(*given(stored, ready.rest, placed))
         except jax.errors.UnexpectedTracerError as error:
             raise leaked_tracer() from error
-        flat, tree = jax.tree.flatten(out)
-        new = new_leaves(tree, batch.meaning)
-        flat = self.storage.hand_back(flat, new, flat_batch)
-        for i, x in zip(new, ready.leaves([flat[i] for i in new]), strict=True):
-            flat[i] = x
-        return jax.tree.unflatten(tree, flat)
+        return ready.hand_back(out, self.storage, flat_batch)
 
     @names_step
     @advises_binding
@@ -265,10 +269,7 @@ class ShardedStep(StateMethods, Generic[P, R]):
         whole = is_traced((states, batch))
         stored, leaves, treedef = storage.place(states, whole)
         placed = storage.place_batch(batch, batch_leaves, split)
-        kinds = tuple(
-            Kind(storage.stored_aval(x, s), x.aval.shape, x.name)
-            for x, s in storage.each(leaves)
-        )
+        kinds = [Kind.of(x, storage.stored_aval(x, s)) for x, s in storage.each(leaves)]
         padded = (i for i, k in enumerate(kinds) if k.is_padded and not whole)
         ready = Ready(
             run=self.programs.jitted(
@@ -280,15 +281,17 @@ class ShardedStep(StateMethods, Generic[P, R]):
                 (storage.named(leaf, s), not leaf.aval.shape)
                 for leaf, s in zip(batch_leaves, split, strict=True)
             ),
+            rest=batch_tree,
             donates=self.programs.donate and not whole,
         )
-        kinds = tuple((x.aval, x.auto) for x in (*leaves, *batch_leaves))
-        program = treedef, batch_tree, kinds, storage.home, compat.configuration()
+        types = tuple((x.aval, x.auto) for x in (*leaves, *batch_leaves))
+        program = treedef, batch_tree, types, storage.home, compat.configuration()
         if not self._checked.find(program):
             is_real = not whole
             rest = jax.tree.unflatten(batch_tree, placed)
             planned = functools.partial(self.programs.planned, leaves, treedef, rest)
-            lowered = functools.partial(ready.run.lower, *given(stored, batch, placed))
+            given_all = given(stored, batch_tree, placed)
+            lowered = functools.partial(ready.run.lower, *given_all)
             if self.verify != "off" and is_real:
                 self._check_compiled(lowered(), planned())
             group = processes.of(self.mesh.devices.flat)
@@ -303,7 +306,7 @@ class ShardedStep(StateMethods, Generic[P, R]):
                 self._checked[program] = True
         return ready, stored, placed
 
-    def _key(self, state_tree: Any, batch_tree: Any, batch: Sequence[Any]) -> Any:
+    def _key(self, tree: Any, batch: Sequence[Any]) -> Any:
         """What calls have in common that run the same compiled step, but the types of
         the state; None if that cannot be told at once."""
         types = None if compat.is_tracing() else types_of(batch)
@@ -311,7 +314,7 @@ class ShardedStep(StateMethods, Generic[P, R]):
             return None
         settings = None if self.verify == "off" else compat.configuration()
         debugs = compat.checks_values()
-        return state_tree, batch_tree, types, self.storage.home, settings, debugs
+        return tree, types, self.storage.home, settings, debugs
 
     def _check_processes(self, planned: Planned, group: Sequence[int]) -> None:
         """Raises if another process of a group is about to run another plan."""

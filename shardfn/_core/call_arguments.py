@@ -151,13 +151,19 @@ class Rest(tuple[Any, ...]):
         return cls(tuple(values), meaning)
 
 
+def meaning_of(rest: Any) -> StateArguments:
+    """What the arguments are, of the structure of a `Rest`."""
+    return rest.node_data()[1]
+
+
 def with_caches(
-    batch: Rest, leaves: Sequence[Any]
+    rest: Any, leaves: Sequence[Any]
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The arguments that are not state, made of these leaves: the others, None where a
-    cache belongs, and the caches."""
-    made = list(jax.tree.unflatten(jax.tree.structure(tuple(batch)), leaves))
-    places = cache_places(batch.meaning)
+    """The arguments that are not state, of the structure of a `Rest`, made of these
+    leaves: the others, None where a cache belongs, and the caches."""
+    tree = jax.tree_util.treedef_tuple(rest.children())
+    made = list(jax.tree.unflatten(tree, leaves))
+    places = cache_places(meaning_of(rest))
     caches = tuple(made[i] for i in places)
     for i in places:
         made[i] = None

@@ -30,4 +30,7 @@ class Recent(OrderedDict[K, V]):
 
     def find(self, key: K) -> V | None:
         """The entry, used now; None if there is none."""
-        return self[key] if key in self else None
+        value = self.get(key)
+        if value is not None:
+            self.move_to_end(key)
+        return value

@@ -104,28 +104,35 @@ class Storage(StoredLayout):
             for x, leaf in zip(arrays, leaves, strict=True)
         ]
 
-    def hand_back(
-        self, out: Sequence[Any], new: Collection[int], batch: Sequence[Any]
-    ) -> list[Any]:
-        """Results on the mesh of the states, or on the caller's, if that is where the
-        arrays of its batch are: they mix with those.
+    def results_mesh(self, batch: Sequence[Any]) -> Mesh:
+        """The mesh that results are handed back on, other than the state: that of the
+        states, or the caller's, if arrays of the batch are on it: they mix with those.
+
+        Args:
+          batch: the leaves of the batch, as the caller gave them.
+        """
+        here = self.home
+        if self.given == here:
+            return here
+        return self.given if any(is_placed_on(self.given, x) for x in batch) else here
+
+    def moves(
+        self, out: Sequence[Any], new: Collection[int], there: Mesh
+    ) -> tuple[tuple[int, Mesh], ...]:
+        """Which results have to be moved to another mesh, and to which.
 
         Args:
           out: the leaves that the step returned.
           new: which of them are the new state.
-          batch: the leaves of the batch, as the caller gave them.
+          there: the mesh of the others.
         """
-        here = self.home
-        if self.given == self.mesh:
-            return list(out)
-        there = self.given if any(is_placed_on(self.given, x) for x in batch) else here
-        return [
-            x
-            if type(x) not in compat.CONCRETE_ARRAYS or x.sharding.mesh == mesh
-            else jax.device_put(x, NamedSharding(mesh, x.sharding.spec))
-            for i, x in enumerate(out)
-            for mesh in (here if i in new else there,)
-        ]
+        here, new = self.home, frozenset(new)
+        meshes = (here if i in new else there for i in range(len(out)))
+        return tuple(
+            (i, mesh)
+            for i, (x, mesh) in enumerate(zip(out, meshes, strict=True))
+            if type(x) in compat.CONCRETE_ARRAYS and x.sharding.mesh != mesh
+        )
 
     def whole_on(self, process: int, states: tuple[Any, ...]) -> Any:
         """Stored states with every leaf whole on a device of one process, None on
