@@ -136,7 +136,7 @@ class _Search:
             p: [dimensions.of(v) for v in self._values(p, self.arguments[p])]
             for p in pairs
         }
-        batch = {p for p in pairs if _reaches(classes[p], rows)}
+        batch = {p for p in pairs if self._is_of_rows(p, pairs[p], classes[p], rows)}
         pairs_left = {p: path for p, path in pairs.items() if p not in batch}
         first = self._first(pairs, pairs_left)
         if first is None:
@@ -244,6 +244,20 @@ class _Search:
             return True
         return not _is_like_rows(self.arguments[position])
 
+    def _is_of_rows(
+        self,
+        position: Position,
+        path: Path,
+        classes: Sequence[list[Place]],
+        rows: set[Place],
+    ) -> bool:
+        """Whether an argument that comes back has the rows of one that does not: in all
+        of its leaves, or in those of a cache that are one. State has leaves without."""
+        reached = [any(place in rows for place in dims) for dims in classes]
+        if self._is_cache(position, path):
+            return any(reached)
+        return bool(reached) and all(reached)
+
     def _is_cache(self, position: Position, path: Path) -> bool:
         """Whether something is written into each leaf that changes, and the others
         stay."""
@@ -282,10 +296,6 @@ class _Search:
             f"{readings}{called()}"
             f"{advice}"
         )
-
-
-def _reaches(classes: Sequence[list[Place]], rows: set[Place]) -> bool:
-    return any(place in rows for dims in classes for place in dims)
 
 
 def _lies_in(path: Path, others: Sequence[Path]) -> bool:

@@ -114,7 +114,7 @@ def batch_shardings(
       PRNG keys replicated.
     """
     specs: list[PartitionSpec | None] = []
-    _match(spec, batch[0] if len(batch) == 1 else tuple(batch), specs)
+    _match(spec, batch[0] if len(batch) == 1 else tuple(batch), specs, hints)
     uneven: list[Uneven] = []
     given = list(zip(leaves, specs, strict=True))
     unsure = [i for i, (x, one) in enumerate(given) if one is None and _is_unsure(x)]
@@ -128,7 +128,12 @@ def batch_shardings(
     return split
 
 
-def _match(spec: Any, tree: Any, out: list[PartitionSpec | None]) -> None:
+def _match(
+    spec: Any,
+    tree: Any,
+    out: list[PartitionSpec | None],
+    hints: Sequence[str] = (),
+) -> None:
     """One spec per leaf of `tree`; `spec` is a prefix of it that may leave keys out."""
     if spec is None or isinstance(spec, PartitionSpec):
         out.extend([spec] * len(jax.tree.leaves(tree)))
@@ -144,11 +149,13 @@ def _match(spec: Any, tree: Any, out: list[PartitionSpec | None]) -> None:
     if unknown:
         raise ShardingError(
             f"batch_spec names {unknown}, but the batch has "
-            f"{[path_name([key]) for key in named]}.\n{called()}"
+            f"{[path_name([key]) for key in named]}.\n"
+            + "".join(f"  {hint}\n" for hint in hints)
+            + f"{called()}"
             "Name leaves of the batch; those left out are split on dimension 0."
         )
     for key, child in named.items():
-        _match(specs.get(key), child, out)
+        _match(specs.get(key), child, out, hints)
 
 
 def _children(tree: Any) -> dict[Any, Any] | None:

@@ -99,6 +99,10 @@ def haiku(params, state, opt_state, rng, batch):
     return optax.apply_updates(params, u), state, opt_state, {"loss": value}
 
 
+def scaled(p, x):
+    return jnp.mean((p["scale"][:, None] * x @ p["w"]) ** 2)
+
+
 def by_name(*, params, opt_state, x):
     return update(params, opt_state, x)
 
@@ -186,6 +190,9 @@ def pick(fn, *order):
         (lambda p, x: (p, x - autoencode(p, x)[1]), (AE, X), "0<-0"),
         (lambda b, p: ({"x": autoencode(p, b["x"])[1]}, autoencode(p, b["x"])[0]),
          ({"x": X}, AE), "1<-1"),
+        # One leaf of the state has the batch's rows, another one does not.
+        (lambda x, p: (0.0, descend(p, jax.grad(scaled)(p, x))),
+         (X, {"w": ones(16, 8), "scale": ones(8)}), "1<-1"),
         # A cache is the batch's.
         (decode, (EMBED, CACHE, jnp.arange(8)), "0<-0 cache 1"),
     ],
