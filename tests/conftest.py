@@ -12,8 +12,9 @@ os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
 
-# Flags of the caller's shell would change the programs that tests compile and read.
-os.environ.pop("XLA_FLAGS", None)
+# Flags of the caller's shell would change the programs that tests compile and read;
+# these are for long runs of tests that only read what programs compute.
+os.environ["XLA_FLAGS"] = os.environ.get("SHARDFN_XLA_FLAGS", "")
 
 from collections.abc import Callable, Iterator
 

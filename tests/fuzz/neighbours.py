@@ -49,6 +49,17 @@ def roll_far(x, axis, share):
     return jnp.roll(x, x.shape[axis] // share, axis)
 
 
+def _rows(b: Builder) -> Chosen:
+    x = b.pick("f", 1, lambda v: v.shape[0] == b.rows > 1)
+    return [x], {"by": b.one_of([1, -1, 2, -3, b.rows // 2, -(b.rows // 4)])}
+
+
+@operation(_rows, exact=True, growth=lambda a, r: a[0].bound * (a[0].bound + 1))
+def with_other_rows(x, by):
+    """Each row times another one: a sum tells the other one, too."""
+    return x * jnp.roll(x, by, 0)
+
+
 def _all_axes(b: Builder) -> Chosen:
     x = b.pick(ANY, 2)
     return [x], {"shift": b.integer(-2, 2), "axes": (0, x.ndim - 1)}

@@ -8,15 +8,22 @@ from hypothesis import strategies as st
 from language import NARROW, Block, Program, Type
 from operations import TABLE, THEMES
 from oracle import jumps
+from steps import FORMS
 from surroundings import MESHES
 
 SIZES = (3, 5, 7, 8, 12, 36, 101)
 
-ROWS = (8, 16, 24, 8, 16, 24, 4, 12, 30, 320)
+ROWS = (8, 16, 24, 4, 12, 30, 96, 96, 240, 320)
+"""With many, gradients are added up over devices; with few, rows may be gathered."""
+
+LAST = ("dense", "with_other_rows")
+"""Operations that a program ends with, so that its loss depends on them."""
 
 BETWEEN = ("map", "average", "jit", "get", "pickle", "put", "replicate", "mesh")
 
 ALIASES = ("leaves", "buffers", "batch")
+"""The last asks for a `batch_spec`, whose containers are those of all arguments that
+are not state: not said beforehand of a step whose last argument may be state or not."""
 
 SETTINGS = ("ranks", "leaks", "nans", "x64")
 
@@ -25,7 +32,7 @@ GRADS = ("two", "inner", "unrolled")
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "reshard_after_forward": (True, False),
     "prefetch": (1, 2),
-    "bucket_bytes": (64, 2**20),
+    "bucket_bytes": (256, 2**20),
     "accumulate": ("scatter", "defer"),
     "reduce_dtype": ("float32", "bfloat16"),
     "gather_dtype": ("float32", "bfloat16"),
@@ -49,6 +56,7 @@ def programs(draw: st.DrawFn, calls: int = 8) -> Program:
     b.favoured = THEMES[draw(st.sampled_from(list(THEMES)))]
     b.smooth = b.integer(0, 3) == 0
     b.grow(operations(b), b.integer(3, calls))
+    b.grow(LAST, b.integer(0, 2))
     if all(not v.name.startswith("v") for v in b.values):
         b.call("neg", [b.pick()])
     floats = [v for v in b.values if v.type.dtype == "f" and v.name[0] == "v"]
@@ -60,6 +68,7 @@ def programs(draw: st.DrawFn, calls: int = 8) -> Program:
     )
     forward = Block(tuple(b.calls), tuple(v.name for v in metrics))
     is_exact = jumps(forward)
+    form = draw(some_of(tuple(FORMS)[1:], "state"))
     return Program(
         params=tuple(b.leaves["p"]),
         counts=tuple(b.leaves["c"]),
@@ -75,9 +84,9 @@ def programs(draw: st.DrawFn, calls: int = 8) -> Program:
         min_size=draw(st.sampled_from([0, 0, 8, 64, 2**14])),
         options=draw(options(is_exact)),
         grads=draw(some_of(GRADS[:2] if is_exact else GRADS, "one")),
-        form=draw(some_of(("second", "several"), "state")),
+        form=form,
         between=draw(some_of(BETWEEN)),
-        alias=draw(some_of(ALIASES)),
+        alias=draw(some_of(ALIASES[: 2 if form == "loss first" else 3])),
         setting=draw(some_of(SETTINGS)),
     )
 
@@ -107,7 +116,10 @@ def some_of(choices: tuple[str, ...], usual: str = "") -> st.SearchStrategy[str]
 
 @st.composite
 def options(draw: st.DrawFn, is_exact: bool) -> tuple[tuple[str, Any], ...]:
-    """Up to two options; no rounding on the wire where a program jumps."""
+    """Up to two options, and in a third of the programs one collective for several
+    leaves; no rounding on the wire where a program jumps."""
     names = draw(st.lists(st.sampled_from(list(OPTIONS)), max_size=2, unique=True))
+    if draw(st.integers(0, 2)) == 0 and "bucket_bytes" not in names:
+        names.append("bucket_bytes")
     chosen = [(name, draw(st.sampled_from(OPTIONS[name]))) for name in names]
     return tuple(c for c in chosen if not (is_exact and c[1] == "bfloat16"))
