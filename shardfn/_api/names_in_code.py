@@ -14,9 +14,7 @@ import jax
 import numpy as np
 
 from shardfn._api.methods import Method
-
-LIMIT = 20_000
-"""Objects looked at; a function that reaches more is taken to name anything."""
+from shardfn._core.limits import REACHED_OBJECTS
 
 _OPAQUE = (types.ModuleType, jax.Array, np.ndarray, np.generic, int, float, bytes)
 _LIBRARIES = ("jax", "jaxlib", "numpy", "builtins", "shardfn")
@@ -35,7 +33,7 @@ def mentions(function: Any, names: Collection[str]) -> bool:
             seen[id(value)] = value
             with contextlib.suppress(Exception):  # of attributes that are computed
                 left.extend(_parts(value))
-        if len(seen) > LIMIT:
+        if len(seen) > REACHED_OBJECTS:
             return True
     return False
 

@@ -14,15 +14,13 @@ from typing import Any, Literal, TypeVar
 
 from shardfn._core.errors import ShardingError, call_site
 from shardfn._core.leaf_options import LEAF_OPTIONS, LeafOptions
+from shardfn._core.limits import DOC_WIDTH
 from shardfn._lowering.xla_options import Asked
 
 Made = TypeVar("Made", bound=Callable[..., Any])
 
 PLACEHOLDER = "  **leaf_options: "
 """The line of the docstring, and those indented below, that the table replaces."""
-
-WIDTH = 84
-"""Of the docstring's lines, in characters."""
 
 
 class Options(LeafOptions, total=False):
@@ -88,7 +86,7 @@ def _docstring(doc: str | None) -> str | None:
     entries = (
         textwrap.wrap(
             f"{option.name}: {option.text}",
-            WIDTH,
+            DOC_WIDTH,
             initial_indent="  ",
             subsequent_indent="    ",
             break_on_hyphens=False,

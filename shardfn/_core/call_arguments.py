@@ -12,13 +12,12 @@ from typing import Any
 import jax
 from jax.tree_util import DictKey, SequenceKey, tree_flatten_with_path
 
+from shardfn._core.limits import STATE_DEPTH
+
 Position = int | str
 """Of an argument; its name, if it has no position."""
 Path = tuple[Any, ...]
 """Keys that lead to a part of what a step returns."""
-
-DEPTH = 3
-"""How deep in what a step returns a state may lie: `((params, opt_state), loss)`."""
 
 NO_PART: Any = object()
 FIRST: Path = (SequenceKey(0),)
@@ -71,7 +70,7 @@ def has_part(tree: Any, path: Path) -> bool:
     return tree is not NO_PART
 
 
-def parts(tree: Any, depth: int = DEPTH) -> list[tuple[Path, Any]]:
+def parts(tree: Any, depth: int = STATE_DEPTH) -> list[tuple[Path, Any]]:
     """The parts of a pytree and their paths, itself first, those further in last."""
     found, level = [((), tree)], [((), tree)]
     for _ in range(depth):

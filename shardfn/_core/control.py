@@ -15,6 +15,7 @@ import jax
 
 from shardfn._core.errors import ShardingError, call_site, called, cannot_be, listed
 from shardfn._core.leaf_options import LEAF_OPTIONS, LeafOptions
+from shardfn._core.limits import SHOWN_MATCHES
 from shardfn._core.option_values import Option
 
 Choices = tuple[tuple[str, Any], ...]
@@ -222,8 +223,8 @@ def _instead(pattern: str, names: Sequence[str]) -> str:
     close = difflib.get_close_matches(pattern, [*names, *sorted(subtrees)])
     meant = f"Did you mean {' or '.join(map(repr, close))}? " if close else ""
     return (
-        f"{meant}The leaves are {listed(names, 20)}. A pattern names leaves or "
-        "subtrees; * stands for any characters."
+        f"{meant}The leaves are {listed(names, SHOWN_MATCHES)}. A pattern names "
+        "leaves or subtrees; * stands for any characters."
     )
 
 

@@ -14,13 +14,11 @@ import jax
 from jax.extend.core import JaxprEqn, jaxprs_in_params
 
 from shardfn._core import compat
+from shardfn._core.limits import SHOWN_LEAVES
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 UNKNOWN = "an unknown line"
-
-SHOWN = 8
-"""Leaves that a message names before it counts the others."""
 
 _LIBRARIES = (
     compat.PACKAGE,
@@ -117,7 +115,7 @@ def called() -> str:
     return f"  {step_name()} was called at {call_site()}\n"
 
 
-def listed(names: Sequence[str], shown: int = SHOWN) -> str:
+def listed(names: Sequence[str], shown: int = SHOWN_LEAVES) -> str:
     """Names of leaves for a message, such as `'a', 'b' and 3 more`."""
     if not names:
         return "none"

@@ -12,6 +12,7 @@ import jax
 from jax.tree_util import keystr
 
 from shardfn._core.automatic_axes import AutoSplit
+from shardfn._core.limits import SHOWN_NAMES
 
 Names = tuple[str, ...]
 """Names of the state leaves that a value belongs to: several if it joins them."""
@@ -48,10 +49,6 @@ def path_name(path: Sequence[Any]) -> str:
     return keystr(tuple(path), simple=True, separator="/")
 
 
-SHOWN = 4
-"""Names that are written out of those of a value that joins several leaves."""
-
-
 def names_text(names: Sequence[str]) -> str:
     """`layers/{0, 1}/w` for two leaves, `layers/*/w` for many that differ in one place,
     "" for none."""
@@ -61,14 +58,14 @@ def names_text(names: Sequence[str]) -> str:
     if len({len(path) for path in paths}) == 1:
         parts = [list(dict.fromkeys(part)) for part in zip(*paths, strict=True)]
         if sum(len(part) > 1 for part in parts) == 1:
-            return "/".join("*" if len(p) > SHOWN else _choice(p) for p in parts)
+            return "/".join("*" if len(p) > SHOWN_NAMES else _choice(p) for p in parts)
     start = os.path.commonprefix([path[:-1] for path in paths])
     return "/".join([*start, _choice(["/".join(p[len(start) :]) for p in paths])])
 
 
 def _choice(parts: Sequence[str]) -> str:
     """`{a, b}`, or the one part there is."""
-    shown = list(parts[:SHOWN])
-    if len(parts) > SHOWN:
-        shown.append(f"{len(parts) - SHOWN} more")
+    shown = list(parts[:SHOWN_NAMES])
+    if len(parts) > SHOWN_NAMES:
+        shown.append(f"{len(parts) - SHOWN_NAMES} more")
     return "{" + ", ".join(shown) + "}" if len(shown) > 1 else shown[0]

@@ -17,9 +17,7 @@ import jax
 
 from shardfn._core import compat
 from shardfn._core.errors import ShardingError, call_site, called
-
-WAIT_SECONDS = 600
-"""How long one process waits for another to plan the step that it plans itself."""
+from shardfn._core.limits import PROCESS_SECONDS, SHOWN_LINES
 
 _often: Counter[str] = Counter()
 """How often each group of processes has met."""
@@ -146,7 +144,7 @@ def assert_processes_agree(
         lineterm="",
         n=0,
     )
-    shown = "\n    ".join(itertools.islice(lines, 40))
+    shown = "\n    ".join(itertools.islice(lines, SHOWN_LINES))
     raise ShardingError(
         f"process {own} and process {their} have different {what}:\n    {shown}"
         f"\n  this was called at {call_site()}\n"
@@ -164,8 +162,8 @@ def meet(done: str, group: Sequence[int] | None = None) -> None:
       group: numbers of the processes, as `of` gives them; all without it.
 
     Raises:
-      ShardingError: not all have come in `WAIT_SECONDS`, or one has come from another
-        place.
+      ShardingError: not all have come in `PROCESS_SECONDS`, or one has come from
+        another place.
     """
     with meeting(done, group):
         pass
@@ -182,7 +180,7 @@ def meeting(done: str, group: Sequence[int] | None = None) -> Iterator[None]:
 
     Raises:
       ElsewhereError: another process has raised.
-      ShardingError: another one does not come in `WAIT_SECONDS`, or has come from
+      ShardingError: another one does not come in `PROCESS_SECONDS`, or has come from
         another place.
     """
     client, numbers = compat.distributed_client(), together(group)
@@ -275,10 +273,10 @@ def _get(client: Any, key: str, other: int, done: str, times: int = 1) -> str:
     """What another process has told; it may itself wait for one that comes late, so
     that the first of them is waited for two `times` as long."""
     try:
-        return client.blocking_key_value_get(key, times * WAIT_SECONDS * 1000)
+        return client.blocking_key_value_get(key, times * PROCESS_SECONDS * 1000)
     except Exception as error:
         if "DEADLINE_EXCEEDED" in str(error):
-            reason = f"and process {other} has not in {WAIT_SECONDS} s"
+            reason = f"and process {other} has not in {PROCESS_SECONDS} s"
         else:
             reason = f"and cannot ask process {other}: {error}"
         raise ShardingError(

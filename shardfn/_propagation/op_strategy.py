@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from shardfn._core.limits import GROWTH
 from shardfn._core.op_sharding_rule import (
     Dim,
     OpShardingRule,
@@ -180,7 +181,7 @@ class OpSite:
         """Whether the result is larger than the stored operands: gather those
         instead."""
         made = sum(map(elements, self.result_avals))
-        return made > 2 * sum(
+        return made > GROWTH * sum(
             elements(a)
             for a, s in zip(self.operand_avals, self.states, strict=True)
             if isinstance(s[axis], Split)

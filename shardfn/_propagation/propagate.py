@@ -12,6 +12,7 @@ from typing import Any
 
 from shardfn._core.constraint import constrained, wanted
 from shardfn._core.control import NOTHING_ASKED, Control
+from shardfn._core.limits import FREE_ROUNDS
 from shardfn._core.op_sharding_rule import OpShardingRule
 from shardfn._core.plan import BodyPlan
 from shardfn._core.program import Atom, Node, Program, aval_of
@@ -23,10 +24,6 @@ from shardfn._propagation.insert_reshards import plan_steps
 from shardfn._propagation.op_strategy import Decision, OpSite
 from shardfn._propagation.preferences import Wants, reduced
 from shardfn._propagation.result_shardings import settled
-
-FREE_ROUNDS = 5
-"""Rounds in which a value may come to be wanted otherwise than before. After them what
-is wanted can only grow, so that rounds that go back and forth come to an end."""
 
 
 @dataclass(slots=True)

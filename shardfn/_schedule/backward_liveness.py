@@ -15,12 +15,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from shardfn._core.leaves import Names
+from shardfn._core.limits import CHAINED_BYTES
 from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step, reading, reads
 from shardfn._core.program import Node, Program, mixes_passes
 from shardfn._core.sharding import Axes, Sharding, is_unreduced, local_shape
 from shardfn._core.sizes import itemsize
 from shardfn._schedule.bodies import inside
-from shardfn._schedule.chain_reduce_scatters import PACE_BYTES, scatters_alone
+from shardfn._schedule.chain_reduce_scatters import scatters_alone
 from shardfn._schedule.wire_dtypes import sums_gradient
 
 
@@ -170,7 +171,7 @@ class _Around:
             return step
         node = _node(self.program, step)
         pure = node.kind == "op" and node.backward and not node.eqn.effects
-        if not pure or len(node.outputs) != 1 or self.nbytes(index) < PACE_BYTES:
+        if not pure or len(node.outputs) != 1 or self.nbytes(index) < CHAINED_BYTES:
             return step
         leaf = self.program.leaf(node.outputs[0])
         return step if leaf in sums else replace(step, after=end)
@@ -197,7 +198,7 @@ class _Around:
         node = _node(self.program, step)
         if node.kind != "op" or not node.backward:
             return False
-        large = self.nbytes(index) >= PACE_BYTES
+        large = self.nbytes(index) >= CHAINED_BYTES
         return large and is_unreduced(step.result_shardings[0])
 
     def terms_in(self, index: int) -> list[Ref]:

@@ -11,21 +11,19 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import TypeGuard
 
+from shardfn._core.limits import CHAINED_BYTES
 from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step, fresh
 from shardfn._core.program import Node, Program, mixes_passes
 from shardfn._core.sharding import Split
 from shardfn._schedule.bodies import inside
 from shardfn._schedule.wire_dtypes import sums_gradient
 
-PACE_BYTES = 2**20
-"""Smaller gradients move when, and together with what, the compiler likes."""
-
 
 def scatters_alone(step: Step, program: Program) -> TypeGuard[Reshard]:
     """Whether a step scatters a large gradient, by itself."""
     if not _scatters(step, program) or step.together is not None:
         return False
-    return math.prod(step.shape) * step.itemsize >= PACE_BYTES
+    return math.prod(step.shape) * step.itemsize >= CHAINED_BYTES
 
 
 def _scatters(step: Step, program: Program) -> TypeGuard[Reshard]:

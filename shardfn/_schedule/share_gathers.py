@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, field, replace
 
 from shardfn._core.control import Control
+from shardfn._core.limits import KEPT_SHARE
 from shardfn._core.phases import Pass
 from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step, reading, reads
 from shardfn._core.program import Program
@@ -37,9 +38,6 @@ def share(program: Program, body: BodyPlan, control: Control, unit: bool) -> Bod
         exports=tuple(map(sharing.name, body.exports)),
     )
 
-
-HELD = 10
-"""What one pass uses again is kept if all of it is a tenth of the bytes in between."""
 
 _Move = tuple[Ref, Sharding, str]
 """What is moved, where to, and in which dtype: a narrower one rounds the value."""
@@ -135,7 +133,7 @@ class _Sharing:
             return True
         if asked is True or step.during != made.during:
             return False
-        few = HELD * (self.held + own) <= between
+        few = self.held + own <= KEPT_SHARE * between
         self.held += own if few else 0
         return few
 

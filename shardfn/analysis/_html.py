@@ -12,6 +12,7 @@ from importlib.resources import files
 from itertools import pairwise
 from typing import Any
 
+from shardfn._core.limits import PAGE_LEAVES, PAGE_POINTS
 from shardfn._core.moves import AllGather, AllReduce, ReduceScatter
 from shardfn._core.plan import line_names
 from shardfn.analysis._figures import Figures, StoredLeaf
@@ -19,12 +20,6 @@ from shardfn.analysis._hlo.timeline import MATMUL, OTHER, WAIT, Span
 from shardfn.analysis._text import seconds_text, shape_text, size_text
 from shardfn.analysis.collective import Collective
 from shardfn.analysis.verification import HEADER, SUMS, rows_of, totals_of
-
-ROWS = 60
-"""Leaves that are listed one by one; the others are summed up."""
-
-POINTS = 1500
-"""Points of the memory curve."""
 
 Round = tuple[float, float, str]
 
@@ -214,10 +209,10 @@ def _memory(report: Figures) -> dict[str, Any]:
 def _thinned(
     live: Sequence[tuple[float, int]], seconds: float
 ) -> list[tuple[float, int]]:
-    """The highest point of each of `POINTS` parts of the step."""
+    """The highest point of each of `PAGE_POINTS` parts of the step."""
     best: dict[int, tuple[float, int]] = {}
     for time, size in live:
-        part = int(time / seconds * POINTS) if seconds else 0
+        part = int(time / seconds * PAGE_POINTS) if seconds else 0
         if part not in best or best[part][1] < size:
             best[part] = (time, size)
     points = list(best.values())
@@ -235,7 +230,7 @@ def _parameters(report: Figures) -> list[dict[str, Any]]:
             sent.setdefault(name, Counter())[_move(line.op)] += share
     rows = [_leaf_row(leaf, sent.pop(leaf.name, Counter())) for leaf in report.state]
     rows.sort(key=lambda row: (-sum(row["sent"].values()), -row["stored"]))
-    shown, rest = rows[:ROWS], rows[ROWS:]
+    shown, rest = rows[:PAGE_LEAVES], rows[PAGE_LEAVES:]
     if rest:
         total: Counter[str] = Counter()
         for row in rest:

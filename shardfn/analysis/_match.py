@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardfn._core import compat
+from shardfn._core.limits import SAME_SIZE, SUBSET_BITS
 from shardfn._core.moves import AllGather, AllReduce
 from shardfn._core.plan import line_names
 from shardfn._core.sharding import Axes
@@ -35,10 +36,6 @@ from shardfn.analysis.verification import (
     LineCheck,
     Verification,
 )
-
-BITS = 2**29
-"""Of the table in which lines are looked up that one concatenated sum is made of: 64
-MiB. A larger one is not made; bytes are then compared as a whole."""
 
 
 @dataclass(slots=True)
@@ -186,7 +183,7 @@ def _status_of(need: _Need, found: HloCollective) -> str:
     if not _is_op(need, found):
         return ALL_REDUCED if found.op == "psum" else REWRITTEN
     size = found.bytes / found.elements if found.elements else need.bytes
-    if abs(size - need.bytes) < 0.01 * size:
+    if abs(size - need.bytes) < SAME_SIZE * size:
         return PRESENT
     return WIDENED if size > need.bytes else NARROWED
 
@@ -254,7 +251,7 @@ def _summing_to(supply: _Supply, parts: Sequence[_Need]) -> list[_Need]:
         for n in parts
         if n.line.name not in supply.names and n.line.elements * n.runs <= left
     ]
-    if left < 0 or left * len(others) > BITS:
+    if left < 0 or left * len(others) > SUBSET_BITS:
         return []
     reached, steps = 1, []  # bit i: whether some of the lines so far sum to i
     for need in others:

@@ -17,10 +17,8 @@ import numpy as np
 from shardfn._core import compat
 from shardfn._core.equation_key import literal_looks
 from shardfn._core.errors import where
+from shardfn._core.limits import SHOWN_ARRAY_BYTES
 from shardfn._core.program import Program
-
-SHOWN = 64
-"""Bytes of a captured array that a listing shows."""
 
 
 def fingerprint_of(program: Program) -> str:
@@ -36,7 +34,7 @@ def listing_of(program: Program) -> Iterator[str]:
     for _, constant in program.constants:
         kind = getattr(constant, "dtype", type(constant).__name__)
         values = _value(constant)
-        shown = np.asarray(constant) if len(values) <= SHOWN else ""
+        shown = np.asarray(constant) if len(values) <= SHOWN_ARRAY_BYTES else ""
         text = f"captured {kind}{list(np.shape(constant))} {shown}"
         yield f"{' '.join(text.split())} #{zlib.crc32(values):08x}"
     for node in program.nodes:

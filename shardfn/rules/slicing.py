@@ -5,6 +5,7 @@ mapped. Of a short slice each device gives what it holds, and zeros elsewhere: t
 is their sum. A dimension that a window is put into is made where it is wanted.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from shardfn._core.compat import primitives
+from shardfn._core.limits import FEW_SELECTED
 from shardfn._core.op_sharding_rule import (
     LocalOp,
     OpShardingRule,
@@ -73,7 +75,7 @@ def picks_few(eqn: JaxprEqn) -> str | None:
     """How terms of a selection are reduced if it is at most half of what it selects
     from: an all-reduce of it then moves no more than a gather of that. Else None."""
     dtype = dtype_of(eqn)
-    few = 2 * np.prod(result_shape(eqn)) <= np.prod(shape_of(eqn))
+    few = math.prod(result_shape(eqn)) <= FEW_SELECTED * math.prod(shape_of(eqn))
     if not few or not isinstance(dtype, np.dtype):
         return None
     if dtype == np.dtype(bool):

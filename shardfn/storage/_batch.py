@@ -10,7 +10,8 @@ from typing import Any, NoReturn
 
 from jax.tree_util import DictKey, SequenceKey
 
-from shardfn._core.errors import SHOWN, ShardingError, called
+from shardfn._core.errors import ShardingError, called
+from shardfn._core.limits import SHOWN_LEAVES
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +42,10 @@ def refuse_uneven(leaves: Sequence[Uneven], hints: Sequence[str] = ()) -> NoRetu
     """Raises for leaves of which there is at least one; `hints` may say why."""
     first, *others = leaves
     axis = " x ".join(f"'{name}'" for name in first.axes)
-    also = ", ".join(f"'{x.name}' with {x.size} {x.unit}" for x in others[: SHOWN - 1])
-    more = len(others) - SHOWN + 1
+    also = ", ".join(
+        f"'{x.name}' with {x.size} {x.unit}" for x in others[: SHOWN_LEAVES - 1]
+    )
+    more = len(others) - SHOWN_LEAVES + 1
     also += f" and {more} more" if more > 0 else ""
     raise ShardingError(
         f"batch leaf '{first.name}' has {first.size} {first.unit}, which {first.count} "

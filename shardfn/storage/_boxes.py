@@ -14,12 +14,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from shardfn._core.limits import CHUNKS_PER_SHARD
+
 Shape = tuple[int, ...]
 Index = tuple[slice, ...]
-
-CHUNKS_PER_SHARD = 8
-"""Chunks in a shard of a flattened leaf, at least: the elements that a device needs of
-the next shard are fewer than one chunk's."""
 
 
 @dataclass(frozen=True, slots=True)

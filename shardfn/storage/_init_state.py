@@ -14,9 +14,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from shardfn._core import compat, processes
-
-SMALL = 64 * 2**20
-"""Bytes of temporary memory that no further program is compiled for."""
+from shardfn._core.limits import INIT_BYTES
 
 Make = Callable[..., list[jax.Array]]
 
@@ -69,7 +67,7 @@ def programs(
 ) -> Iterator[tuple[list[int], jax.stages.Compiled]]:
     """Compiled programs that make the leaves together, and which ones each makes; the
     arguments may be abstract. See `make_leaves`."""
-    allowed = max(SMALL, *sizes, 1)
+    allowed = max(INIT_BYTES, *sizes, 1)
 
     def some(chosen: list[int]) -> Iterator[tuple[list[int], jax.stages.Compiled]]:
         def part(*args: Any) -> list[jax.Array]:

@@ -18,17 +18,8 @@ from shardfn._core.automatic_axes import AutoSplit
 from shardfn._core.control import NOTHING_ASKED, Control
 from shardfn._core.errors import ShardingError, called
 from shardfn._core.leaves import leaf_name
+from shardfn._core.limits import FEATURES, PADDING_SHARE, TPU_TILE
 from shardfn._core.sharding import Axes, Sharding, Split, flat, is_flat, on_axis
-
-TILE = (8, 128)
-"""Rows and columns of a TPU tile; a shard that does not fill tiles is padded on the
-wire."""
-
-MAX_WASTE = 0.01
-"""Padding of a dimension above which a leaf is stored flattened instead."""
-
-COUNTS = 128
-"""A dimension of fewer elements may count layers or heads, and not features."""
 
 
 def partition(
@@ -143,28 +134,28 @@ def choose_dim(
 
     def preference(dim: int) -> tuple[bool, bool, bool, int]:
         fills = _fills_tiles(shape, dim, count)
-        first = fills and shape[dim] >= COUNTS
+        first = fills and shape[dim] >= FEATURES
         return not (stacked and dim == 0), fills, first, -dim if first else shape[dim]
 
     dims = [d for d in range(len(shape)) if shape[d] >= count and d not in taken]
     divisible = [d for d in dims if waste(d) == 0]
     if divisible:
         return max(divisible, key=preference)
-    padded = [d for d in dims if waste(d) <= MAX_WASTE and not (stacked and d == 0)]
+    padded = [d for d in dims if waste(d) <= PADDING_SHARE and not (stacked and d == 0)]
     if padded:
         return min(padded, key=lambda d: (waste(d), -shape[d]))
     if taken:
         return None
     start = 1 if stacked else 0
     size = math.prod(shape[start:])
-    return flat(start if -(-size // count) * count <= (1 + MAX_WASTE) * size else 0)
+    return flat(start if -(-size // count) * count <= (1 + PADDING_SHARE) * size else 0)
 
 
 def _fills_tiles(shape: Sequence[int], dim: int, count: int) -> bool:
     from_end = len(shape) - dim
-    if from_end > len(TILE):
+    if from_end > len(TPU_TILE):
         return True
-    return (shape[dim] // count) % TILE[-from_end] == 0
+    return (shape[dim] // count) % TPU_TILE[-from_end] == 0
 
 
 def stacked_leaves(

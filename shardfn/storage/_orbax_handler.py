@@ -20,23 +20,15 @@ import tensorstore as ts
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals, Future
 
 from shardfn._core import processes
+from shardfn._core.limits import CHUNK_BYTES, LEAVES_WRITTEN, SLABS_READ
 from shardfn.storage._boxes import Index, Shape, pieces
 from shardfn.storage._padded_leaves import OnDevices, OnHost, copied
-
-CHUNK_BYTES = 16 * 2**20
-"""Largest chunk on disk: a reader that needs a part of a chunk holds all of it."""
-
-READS = 2
-"""Slabs that are read at the same time, each of a chunk or CHUNK_BYTES."""
 
 CHECKSUM = [
     {"name": "bytes", "configuration": {"endian": "little"}},
     {"name": "crc32c"},
 ]
 """How zarr3 writes a chunk: as it is, and its checksum behind it."""
-
-WRITES = 32
-"""Leaves that are written at the same time."""
 
 CONTEXT = ts.Context(
     {"file_io_concurrency": {"limit": 8}, "data_copy_concurrency": {"limit": 4}}
@@ -135,7 +127,7 @@ async def _write(leaves: Sequence[OnHost], infos: Sequence[Any]) -> None:
     """Writes leaves from memory that is there already."""
     for info in infos:
         await info.await_path_creation()
-    limit = asyncio.Semaphore(WRITES)
+    limit = asyncio.Semaphore(LEAVES_WRITTEN)
     both = zip(leaves, infos, strict=True)
     await _all(_write_leaf(leaf, info, limit) for leaf, info in both)
 
@@ -194,7 +186,7 @@ async def _block(
     """One shard in host memory: its part of the leaf, and zeros where that ends."""
     assert stored.sharding is not None
     block = np.zeros(stored.sharding.shard_shape(stored.shape), stored.dtype)
-    limit = asyncio.Semaphore(READS)
+    limit = asyncio.Semaphore(SLABS_READ)
 
     async def read(into: np.ndarray, box: Index) -> None:
         async with limit:

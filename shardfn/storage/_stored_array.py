@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from shardfn._core import compat
+from shardfn._core.limits import PRINTED_BYTES
 from shardfn.storage._boxes import pieces
 from shardfn.storage._mesh_context import automatic, beside
 from shardfn.storage._padding import to_whole, whole_spec
@@ -187,7 +188,7 @@ class StoredArray(jax.Array):
         what = f"{self.dtype.name}{list(self.array.shape)} {self.array.sharding.spec}"
         if self.is_deleted():
             return f"StoredArray(shape={self._shape}, deleted, stored as {what})"
-        if not self.is_fully_addressable or self.nbytes >= 2**20:
+        if not self.is_fully_addressable or self.nbytes >= PRINTED_BYTES:
             return f"StoredArray(shape={self._shape}, stored as {what})"
         values = np.array2string(self._value, prefix="StoredArray(", separator=", ")
         return f"StoredArray({values}, stored as {what})"

@@ -11,8 +11,7 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
-SECONDS = 0.1
-"""Between two looks at what has failed."""
+from shardfn._core.limits import FAILURE_SECONDS
 
 
 @dataclass
@@ -59,6 +58,6 @@ def wait(finish: Callable[[], None], failures: list[Exception]) -> None:
     waiting = threading.Thread(target=call, daemon=True)
     waiting.start()
     while waiting.is_alive() and not failures:
-        waiting.join(SECONDS)
+        waiting.join(FAILURE_SECONDS)
     for error in (*failures, *ended):
         raise error

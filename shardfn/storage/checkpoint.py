@@ -20,6 +20,7 @@ from jax.sharding import SingleDeviceSharding
 from shardfn._core import compat, processes
 from shardfn._core.errors import call_site
 from shardfn._core.leaves import Leaf, path_name
+from shardfn._core.limits import CHUNK_BYTES
 from shardfn.storage import _damage, _write_failures
 from shardfn.storage._checkpoint_errors import CheckpointError as CheckpointError
 from shardfn.storage._checkpoint_errors import (
@@ -32,7 +33,6 @@ from shardfn.storage._checkpoint_errors import (
     in_all_processes,
 )
 from shardfn.storage._leaves import leaves_of
-from shardfn.storage._orbax_handler import CHUNK_BYTES
 from shardfn.storage._orbax_items import (
     Saved,
     differences,

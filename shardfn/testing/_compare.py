@@ -16,10 +16,7 @@ import numpy as np
 
 from shardfn._core import compat
 from shardfn._core.leaves import path_name
-
-SMALLEST_NORM = 1e-6
-"""A leaf of a smaller norm counts as zero: its difference is compared as it is."""
-
+from shardfn._core.limits import SMALLEST_NORM
 
 NO_NOISE: Mapping[str, float] = MappingProxyType({})
 

@@ -13,15 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardfn._core.limits import ROUNDING_TRIALS
 from shardfn.testing._compare import Snapshot, relative_error, snapshot
 from shardfn.testing._other_casts import casting_otherwise
-
-TRIALS = 4
-"""Ways of rounding that are tried."""
-
-DECIDED = 0.1
-"""A leaf that rounding moves by more is not compared to any use. Four times as much,
-which a leaf that is compared may differ, is less than the leaf."""
 
 Noise = Mapping[str, float]
 """Relative change by path."""
@@ -50,7 +44,7 @@ def noise(
     """
     moved: dict[str, float] = {}
     step = casting_otherwise(step, (state, *batch))
-    for seed in range(TRIALS):
+    for seed in range(ROUNDING_TRIALS):
         rng = np.random.default_rng(seed)
         now, *others = rounded_otherwise((state, *batch), rng)
         out: Any = None

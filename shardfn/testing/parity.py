@@ -19,15 +19,10 @@ from shardfn._api.options import Options
 from shardfn._api.sharded_step import ShardedStep
 from shardfn._api.validate import check_step
 from shardfn._core.errors import call_site
+from shardfn._core.limits import DECIDED_BY_ROUNDING, ROUNDING_FACTOR, SHOWN_LEAVES
 from shardfn._core.sharding import show
 from shardfn.testing._compare import Snapshot, differences, snapshot
-from shardfn.testing._rounding_noise import DECIDED, Noise, noise
-
-SHOWN = 8
-"""Leaves that a report names beside the first one."""
-
-NOISE = 4
-"""How many times the change by rounding a leaf may differ."""
+from shardfn.testing._rounding_noise import Noise, noise
 
 
 def assert_parity(
@@ -190,11 +185,11 @@ def _assert_same(
     if plain.structure != sharded.structure:
         raise AssertionError(f"{where}: other pytree structure\n  {found[0].text}")
     rounding = moved(plain)
-    decided = {path: by for path, by in rounding.items() if by > DECIDED}
+    decided = {path: by for path, by in rounding.items() if by > DECIDED_BY_ROUNDING}
     most = 2 * len(decided) > len(rounding)
     if not most:
         differ = {difference.path for difference in found}
-        allowed = {path: NOISE * change for path, change in rounding.items()}
+        allowed = {path: ROUNDING_FACTOR * change for path, change in rounding.items()}
         found = list(differences(plain, sharded, tol, ignore, weak_types, allowed))
         if not found:
             return {path: by for path, by in decided.items() if path in differ}
@@ -202,8 +197,12 @@ def _assert_same(
     kept = f" stored {stored[first.path]}" if stored and first.path in stored else ""
     message = f"{where}, leaf {first.path or 'itself'} {first.text}{kept}"
     if others:
-        names = ", ".join(d.path for d in others[:SHOWN])
-        more = f" and {len(others) - SHOWN} more" if len(others) > SHOWN else ""
+        names = ", ".join(d.path for d in others[:SHOWN_LEAVES])
+        more = (
+            f" and {len(others) - SHOWN_LEAVES} more"
+            if len(others) > SHOWN_LEAVES
+            else ""
+        )
         message += f"\n  {len(found)} of {len(plain.leaves)} leaves differ, also: "
         message += names + more
     if first.path in rounding:
@@ -218,10 +217,11 @@ def _about_rounding(path: str, change: float, most: bool, tol: float) -> str:
     )
     if most:
         return (
-            f"{text}, and most leaves by more than {DECIDED}: such a step proves "
-            "nothing. Take another state or batch, a smaller learning rate, or float64."
+            f"{text}, and most leaves by more than {DECIDED_BY_ROUNDING}: such a step "
+            "proves nothing. Take another state or batch, a smaller learning rate, or "
+            "float64."
         )
-    if NOISE * change > tol:
+    if ROUNDING_FACTOR * change > tol:
         return (
             f"{text}: it is rounding noise in part. In float64 that is smaller; "
             f"ignore=[{re.escape(path)!r}] does not compare the leaf."
@@ -233,9 +233,13 @@ def _warn(where: str, decided: Noise) -> None:
     """Warns of leaves that differ and that rounding decides."""
     leaves = ", ".join(
         f"{path or 'itself'} (by {change:.0e})"
-        for path, change in list(decided.items())[:SHOWN]
+        for path, change in list(decided.items())[:SHOWN_LEAVES]
     )
-    more = f" and {len(decided) - SHOWN} more" if len(decided) > SHOWN else ""
+    more = (
+        f" and {len(decided) - SHOWN_LEAVES} more"
+        if len(decided) > SHOWN_LEAVES
+        else ""
+    )
     warnings.warn(
         f"{where}: not compared, as rounding the arguments otherwise moves them on one "
         f"device: {leaves}{more}. All other leaves agree.\n"

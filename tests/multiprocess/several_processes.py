@@ -123,7 +123,7 @@ def main() -> None:
     is_other = TASK == "differ" and INDEX == 1
     chosen = other_step if is_other else train_step
     step = shardfn.fully_shard(chosen, mesh, min_size=8)
-    processes.WAIT_SECONDS = 60
+    processes.PROCESS_SECONDS = 60
     try:
         found = train(step) | alone()
     except shardfn.ShardingError as error:

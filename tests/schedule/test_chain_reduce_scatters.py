@@ -84,7 +84,7 @@ def test_without_remat_activations_outweigh_gradients() -> None:
 def test_the_order_changes_no_bit(monkeypatch) -> None:
     results = []
     for least in (0, 2**40):
-        monkeypatch.setattr(chain_reduce_scatters, "PACE_BYTES", least)
+        monkeypatch.setattr(chain_reduce_scatters, "CHAINED_BYTES", least)
         exact = {"xla_allow_excess_precision": False}
         options = dict(compiler_options=exact)
         case = shard_fn(tiny("unrolled_remat"), cpu_mesh(4), UNROLLED, ROWS, **options)

@@ -77,7 +77,7 @@ def test_every_mesh_makes_the_same_bits(name, whole) -> None:
 def test_leaves_that_are_made_one_after_the_other(whole, monkeypatch) -> None:
     answers = iter([3 * 10**9])
     monkeypatch.setattr(_init_state, "_temporary", lambda program: next(answers, 0))
-    monkeypatch.setattr(_init_state, "SMALL", 10**9)
+    monkeypatch.setattr(_init_state, "INIT_BYTES", 10**9)
     compiled = _init_state.programs
     counts = []
 
@@ -117,7 +117,7 @@ LEAF = 4 * 512 * 257
 
 @pytest.mark.parametrize("where", ["cpu", aot("h100:8")])
 def test_a_device_holds_its_shards_and_the_largest_leaf(where, monkeypatch) -> None:
-    monkeypatch.setattr(_init_state, "SMALL", 0)
+    monkeypatch.setattr(_init_state, "INIT_BYTES", 0)
     mesh = make_mesh("8") if where == "cpu" else targets.mesh(where, ("data",), None)
     step = step_on(mesh)
     found = memory(step, random)
@@ -131,7 +131,7 @@ def test_a_device_holds_its_shards_and_the_largest_leaf(where, monkeypatch) -> N
 @pytest.mark.parametrize("where", ["cpu", aot("h100:8")])
 def test_leaves_that_are_made_whole_are_made_one_by_one(where, monkeypatch) -> None:
     """A decomposition is not made in parts, and needs room of its own."""
-    monkeypatch.setattr(_init_state, "SMALL", 0)
+    monkeypatch.setattr(_init_state, "INIT_BYTES", 0)
     mesh = make_mesh("8") if where == "cpu" else targets.mesh(where, ("data",), None)
     found = memory(step_on(mesh), orthogonal)
     assert [n for n, *_ in found] == [1, 1, 1]

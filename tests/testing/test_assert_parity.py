@@ -105,7 +105,7 @@ def test_rounding_may_decide_a_leaf(rule, monkeypatch) -> None:
     assert lines[2].endswith("or give patterns of these leaves as ignore.")
     assert caught[0].filename == __file__
     assert_parity(*arguments, ignore=["^bias$"])
-    monkeypatch.setattr("shardfn.testing._rounding_noise.TRIALS", 0)
+    monkeypatch.setattr("shardfn.testing._rounding_noise.ROUNDING_TRIALS", 0)
     with pytest.raises(AssertionError, match="leaf bias "):
         assert_parity(*arguments)
 

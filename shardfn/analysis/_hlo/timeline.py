@@ -11,15 +11,13 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from shardfn._core.limits import PLAYED_ITERATIONS
 from shardfn.analysis._hlo.collective import HloCollective, is_collective
 from shardfn.analysis._hlo.collectives import ASYNC, chains, read_instruction
 from shardfn.analysis._hlo.cost import Cost, cost_of
 from shardfn.analysis._hlo.live import live_bytes
 from shardfn.analysis._hlo.loops import Frame, trip_count
 from shardfn.analysis._hlo.parse import Computation, Instruction, Module, parse_module
-
-PLAYED = 256
-"""Iterations of a loop that are played; more take as long as the last of them."""
 
 MATMUL, OTHER, WAIT = "matmul", "other", "wait"
 
@@ -236,12 +234,12 @@ class _Player:
         trips = trip_count(loop, outer, self.module)
         body = Frame(self.module.called(loop, "body")[0], loop, outer)
         count, start = 1 if trips is None else trips, self.now
-        for i in range(min(count, PLAYED)):
+        for i in range(min(count, PLAYED_ITERATIONS)):
             start = self.now
             self.run(body, below, depth + 1)
             if depth == 0:
                 self.rounds.append((start, self.now, i))
-        rest = (count - PLAYED) * (self.now - start)
+        rest = (count - PLAYED_ITERATIONS) * (self.now - start)
         if rest > 0:
             self.device.append(Span(self.now, self.now + rest, OTHER, loop.op_name))
             self.now += rest
