@@ -133,6 +133,7 @@ class Ready:
     Attributes:
       run: the jitted step.
       kinds: what the state's leaves look like.
+      returned: how many of them come back, the first ones; the others are read only.
       padded: positions of those that are stored padded.
       batch: where each leaf of the batch belongs, and whether it is a scalar.
       rest: the structure of the batch, a `Rest`.
@@ -143,6 +144,7 @@ class Ready:
 
     run: Any
     kinds: list[Kind]
+    returned: int
     padded: tuple[int, ...]
     batch: tuple[tuple[NamedSharding, bool], ...]
     rest: Any
@@ -206,13 +208,14 @@ class Ready:
             flat[i] = jax.device_put(flat[i], NamedSharding(mesh, spec))
         if self.donates:
             call = next(_calls)
-            for i, kind in zip(new, self.kinds, strict=True):
+            for i, kind in zip(new, self.kinds, strict=False):
                 if kind.has_values:
                     x = flat[i]
                     x._shardfn_kind, x._shardfn_call = kind, call  # KIND, CALL
         for i in self.padded:
-            j, kind = new[i], self.kinds[i]
-            flat[j] = StoredArray(flat[j], kind.shape, kind.name)
+            if i < self.returned:
+                j, kind = new[i], self.kinds[i]
+                flat[j] = StoredArray(flat[j], kind.shape, kind.name)
         if self.padded or self.moves[there]:
             return jax.tree.unflatten(tree, flat)
         return out

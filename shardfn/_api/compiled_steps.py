@@ -92,7 +92,8 @@ class Programs:
 
             def run(donated: Any, given: tuple[Any, ...]) -> Any:
                 stored, caches = donated if meaning.caches else (donated, ())
-                rest = joined(given, caches, meaning)
+                given, fixed = given if meaning.read_only else (given, ())
+                stored, rest = (*stored, *fixed), joined(given, caches, meaning)
                 named = [
                     replace(leaf, aval=_like(x, leaf.aval.shape))
                     for x, leaf in zip(stored, leaves, strict=True)
@@ -121,26 +122,35 @@ class Programs:
             for leaf, s in zip(batch_leaves, split, strict=True)
         ]
         jitted = self.jitted(leaves, treedef, (batch_leaves, batch_tree), batch.meaning)
-        return jitted.trace(*given(stored, batch_tree, placed))
+        count = batch.meaning.returned(treedef)
+        return jitted.trace(*given(stored, count, batch_tree, placed))
 
 
 def given(
-    stored: Sequence[Any], rest: Any, placed: Sequence[Any]
+    stored: Sequence[Any], returned: int, rest: Any, placed: Sequence[Any]
 ) -> tuple[Any, tuple[Any, ...]]:
-    """What the jitted step takes, of a state's leaves and those of a batch of structure
-    `rest`: what may be donated, the state and the caches, if there are any, and the
-    other arguments."""
+    """What the jitted step takes, of a state's leaves, the first of which come back,
+    and of those of a batch of structure `rest`: what may be donated, state that comes
+    back and caches, and the others; caches and state that is read only, if there are
+    any."""
     others, caches = with_caches(rest, placed)
+    if returned < len(stored):
+        stored, others = stored[:returned], (others, stored[returned:])
     return (stored, caches) if caches else stored, others
 
 
-def caches_apart(rest: Any, placed: list[Any]) -> list[Any]:
+def caches_apart(rest: Any, placed: list[Any], given: Sequence[Any]) -> list[Any]:
     """The batch's leaves, where no cache, which is donated, shares a buffer with
-    another leaf."""
+    another leaf, nor with an array of the caller's that is not on the mesh yet."""
     if not meaning_of(rest).caches:
         return placed
     others, caches = (jax.tree.leaves(x) for x in with_caches(rest, range(len(placed))))
-    copies = apart([placed[i] for i in caches], [placed[i] for i in others])
+    own = [
+        given[i]
+        for i in caches
+        if given[i] is not placed[i] or not getattr(given[i], "committed", True)
+    ]
+    copies = apart([placed[i] for i in caches], [*(placed[i] for i in others), *own])
     new = dict(zip(caches, copies, strict=True))
     return [new.get(i, x) for i, x in enumerate(placed)]
 

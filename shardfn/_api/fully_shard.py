@@ -113,7 +113,9 @@ def fully_shard(
       state_argnums: position of the state among the arguments, or positions: then as
         many results come first. "auto": the arguments that come back with their
         structure, shapes and dtypes, updated, wherever they stand among the arguments
-        and the results; `repr(step)` and the plan say which. Without a mesh, the first.
+        and the results; arguments that are like the state, or like a part of it, are
+        stored like it and read only. `repr(step)` and the plan say which. Without a
+        mesh, the first.
       batch_spec: pytree prefix of the other arguments (of the only other one, or a
         tuple of several) with a `PartitionSpec` or None per leaf. None splits dimension
         0; scalars and PRNG keys are replicated, raw ones where the step makes random

@@ -110,19 +110,28 @@ class PlainStep:
         options = self.min_size, self.strict, self.state_argnums, self.batch_spec
         return PlainStep(step, *options, self.control)
 
-    def meaning(self, args: tuple[Any, ...], axes: Axes | None) -> StateArguments:
-        """Which of a call's arguments are state."""
+    def meaning(
+        self,
+        args: tuple[Any, ...],
+        axes: Axes | None,
+        mesh: jax.sharding.AbstractMesh | None = None,
+    ) -> StateArguments:
+        """Which of a call's arguments are state; `mesh` is the caller's."""
         if self.state_argnums is not None:
-            return StateArguments(self.state_argnums)
+            return StateArguments(self.state_argnums, by_hand=True)
         treedef = jax.tree.structure(args)
         if treedef not in self.found:
             if axes is None:
                 return StateArguments()
-            self.found[treedef] = self._find(args, axes)
+            self.found[treedef] = self._find(args, axes, mesh)
         return self.found[treedef]
 
     def divide(
-        self, args: Sequence[Any], named: Mapping[str, Any], axes: Axes | None = None
+        self,
+        args: Sequence[Any],
+        named: Mapping[str, Any],
+        axes: Axes | None = None,
+        mesh: jax.sharding.AbstractMesh | None = None,
     ) -> tuple[tuple[Any, ...], Rest]:
         """The state arguments of a call, and the others.
 
@@ -131,9 +140,10 @@ class PlainStep:
           named: those passed by name.
           axes: the mesh axes; None if arguments have local shapes, of which what they
             are cannot be found.
+          mesh: the mesh as the caller made it, whose shardings the step may name.
         """
         args = tuple(by_position(self.step, args, named))
-        given, meaning = by_place(args), self.meaning(args, axes)
+        given, meaning = by_place(args), self.meaning(args, axes, mesh)
         if not all(place in given for place in meaning.arguments):
             self._refuse_count(given, meaning.arguments)
         states = tuple(given[place] for place in meaning.arguments)
@@ -169,7 +179,12 @@ class PlainStep:
             "Pass the state there, or give fully_shard its position."
         )
 
-    def _find(self, args: tuple[Any, ...], axes: Axes) -> StateArguments:
+    def _find(
+        self,
+        args: tuple[Any, ...],
+        axes: Axes,
+        mesh: jax.sharding.AbstractMesh | None,
+    ) -> StateArguments:
         """Traces the step to find which arguments come back. Where it cannot be traced,
         the first is taken for the state, and planning says what is wrong."""
         try:
@@ -177,7 +192,7 @@ class PlainStep:
             avals = jax.tree.unflatten(treedef, [leaf.aval for leaf in leaves])
         except Exception:  # of a class of the user's, or a leaf that is no array
             return StateArguments()
-        made = trace_once(self.call_with, avals, axes)
+        made = trace_once(self.call_with, avals, axes, mesh)
         if made is None:
             return StateArguments()
         self.traces.clear()

@@ -76,7 +76,10 @@ def plan_traced(
         program = replace(
             program,
             inputs=tuple(program.inputs[i] for i in traced.given),
-            outputs=tuple(program.outputs[j] for j in traced.order),
+            outputs=tuple(
+                program.inputs[traced.given[k]] if j is None else program.outputs[j]
+                for k, j in enumerate(traced.order)
+            ),
         )
         program = name_leaves(
             program,
@@ -102,6 +105,7 @@ def plan_traced(
             arrange,
             [*autos, *[()] * len(batch)],
             [*autos, *[()] * others],
+            traced.program,
         ),
     )
     unused = _unused_axes(program, state, axes)

@@ -143,7 +143,7 @@ class ShardedStep(StateMethods, Generic[P, R]):
         if ready is not None and found is not None and placed is not None:
             stored, oldest = found
         else:
-            states, batch = self.plain.divide(given_args, {}, self.storage.axes)
+            states, batch = self._divide(given_args, {})
             flat_batch, oldest = jax.tree.leaves(batch), 0
             ready, stored, placed = self._prepare(states, batch)
             division = Division.of(tree, batch.meaning.arguments)
@@ -153,9 +153,9 @@ class ShardedStep(StateMethods, Generic[P, R]):
                 self._ready[key] = ready
         if ready.donates:
             stored = apart(stored, placed, oldest)
-            placed = caches_apart(ready.rest, placed)
+            placed = caches_apart(ready.rest, placed, flat_batch)
         try:
-            out = ready.run(*given(stored, ready.rest, placed))
+            out = ready.run(*given(stored, ready.returned, ready.rest, placed))
         except jax.errors.UnexpectedTracerError as error:
             raise leaked_tracer() from error
         return ready.hand_back(out, self.storage, flat_batch)
@@ -172,9 +172,7 @@ class ShardedStep(StateMethods, Generic[P, R]):
         Returns:
           The lowered step, ready for `.compile()`.
         """
-        return self.programs.traced(
-            *self.plain.divide(args, named, self.storage.axes)
-        ).lower()
+        return self.programs.traced(*self._divide(args, named)).lower()
 
     @names_step
     @advises_binding
@@ -188,7 +186,7 @@ class ShardedStep(StateMethods, Generic[P, R]):
         Returns:
           A frozen plan; print it, compare it, or read its fields.
         """
-        states, batch = self.plain.divide(args, named, self.storage.axes)
+        states, batch = self._divide(args, named)
         leaves, treedef = self.storage.leaves(states)
         return describe(self.programs.planned(leaves, treedef, batch))
 
@@ -238,7 +236,7 @@ class ShardedStep(StateMethods, Generic[P, R]):
             mesh_shape = sizes
         progress("describing devices")
         there = targets.mesh(target, names, mesh_shape)
-        states, batch = self.plain.divide(args, named, self.storage.axes)
+        states, batch = self._divide(args, named)
         leaves, treedef = self.storage.leaves(states)
         batch_leaves, batch_tree = self.storage.batch_leaves(batch)
         moved = replace(
@@ -253,6 +251,13 @@ class ShardedStep(StateMethods, Generic[P, R]):
         )
 
     # Inside
+
+    def _divide(
+        self, args: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], Rest]:
+        """The state arguments of a call, and the others."""
+        axes, mesh = self.storage.axes, self.storage.given.abstract_mesh
+        return self.plain.divide(args, named, axes, mesh)
 
     def _prepare(
         self, states: tuple[Any, ...], batch: Rest
@@ -270,12 +275,14 @@ class ShardedStep(StateMethods, Generic[P, R]):
         stored, leaves, treedef = storage.place(states, whole)
         placed = storage.place_batch(batch, batch_leaves, split)
         kinds = [Kind.of(x, storage.stored_aval(x, s)) for x, s in storage.each(leaves)]
+        returned = batch.meaning.returned(treedef)
         padded = (i for i, k in enumerate(kinds) if k.is_padded and not whole)
         ready = Ready(
             run=self.programs.jitted(
                 leaves, treedef, (batch_leaves, batch_tree), batch.meaning, whole
             ),
             kinds=kinds,
+            returned=returned,
             padded=tuple(padded),
             batch=tuple(
                 (storage.named(leaf, s), not leaf.aval.shape)
@@ -290,8 +297,8 @@ class ShardedStep(StateMethods, Generic[P, R]):
             is_real = not whole
             rest = jax.tree.unflatten(batch_tree, placed)
             planned = functools.partial(self.programs.planned, leaves, treedef, rest)
-            given_all = given(stored, batch_tree, placed)
-            lowered = functools.partial(ready.run.lower, *given_all)
+            run_on = given(stored, returned, batch_tree, placed)
+            lowered = functools.partial(ready.run.lower, *run_on)
             if self.verify != "off" and is_real:
                 self._check_compiled(lowered(), planned())
             group = processes.of(self.mesh.devices.flat)

@@ -28,11 +28,13 @@ class StateArguments:
     """What the arguments of a step are.
 
     Attributes:
-      arguments: positions of those that are state.
-      results: where each comes back; None if the first results are the new states.
+      arguments: positions of those that are state; the last may be read only.
+      results: where each that comes back does; None if the first results are the new
+        states.
       caches: positions of arguments of the batch that come back written in place, and
         where.
       hints: those of them that are not of the state.
+      by_hand: whether the user says so.
       notes: for people: what was found, and what comes back but is not state.
     """
 
@@ -41,13 +43,28 @@ class StateArguments:
     caches: tuple[tuple[Position, Path], ...] = ()
     notes: tuple[str, ...] = ()
     hints: tuple[str, ...] = ()
+    by_hand: bool = False
 
     @property
     def places(self) -> tuple[Path, ...]:
-        """Where each state comes back."""
+        """Where each state that comes back does."""
         if self.results is not None:
             return self.results
         return tuple((SequenceKey(i),) for i in range(len(self.arguments)))
+
+    @property
+    def read_only(self) -> tuple[Position, ...]:
+        """Positions of the states that are read and do not come back."""
+        return self.arguments[len(self.places) :]
+
+    def returned(self, states: Any) -> int:
+        """How many leaves of the states come back: the first ones.
+
+        Args:
+          states: structure of the tuple of all of them.
+        """
+        count = len(self.places)
+        return sum(child.num_leaves for child in states.children()[:count])
 
 
 def children(tree: Any) -> dict[Any, Any] | None:
@@ -85,7 +102,7 @@ def parts(tree: Any, depth: int = STATE_DEPTH) -> list[tuple[Path, Any]]:
 
 @functools.lru_cache(maxsize=64)
 def new_leaves(out_tree: Any, meaning: StateArguments) -> tuple[int, ...]:
-    """Which leaves of what the step returns are those of the new state, in order."""
+    """Which leaves of what the step returns are those of new states, in order."""
     if meaning.results is None and out_tree.num_nodes > 1:
         first = out_tree.children()[: len(meaning.arguments)]
         return tuple(range(sum(child.num_leaves for child in first)))

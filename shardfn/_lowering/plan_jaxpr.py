@@ -18,7 +18,7 @@ from shardfn._propagation.propagate import propagate
 from shardfn._schedule.pipeline import schedule
 from shardfn._schedule.widen_reductions import widen
 from shardfn._trace.jaxpr_to_program import make_program
-from shardfn._trace.passes import Argument
+from shardfn._trace.passes import Argument, mark_passes
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +30,14 @@ class Meaning:
       arrange: makes its program one of the arguments and results that are asked for.
       auto_inputs: how automatic mesh axes split each argument of that.
       auto_outputs: how they split each result.
+      program: the jaxpr as a program, if it was made before.
     """
 
     arguments: Sequence[Argument]
     arrange: Callable[[Program], Program]
     auto_inputs: Sequence[AutoSplit]
     auto_outputs: Sequence[AutoSplit]
+    program: Program | None = None
 
 
 def plan_jaxpr(
@@ -64,7 +66,10 @@ def plan_jaxpr(
     Returns:
       The program, and its plan.
     """
-    program = make_program(jaxpr, meaning.arguments if meaning else ())
+    if meaning is not None and meaning.program is not None:
+        program = mark_passes(meaning.program, meaning.arguments)
+    else:
+        program = make_program(jaxpr, meaning.arguments if meaning else ())
     if meaning is not None:
         program = meaning.arrange(program)
     free = [None] * (len(program.outputs) - len(required))

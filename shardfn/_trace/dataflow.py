@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from shardfn._core.phases import BACKWARD
 from shardfn._core.program import Atom, Node, Program, aval_of
 from shardfn._core.regions import Region
+from shardfn._trace.value_relations import relation_of
 
 T = TypeVar("T", bound="Facts")
 
@@ -155,19 +156,26 @@ class Update:
         it is.
       same: those of which elements are still there.
       written: those of `same` that something was written into.
+      gradient: whether a backward pass made it, or something that it was computed from
+        in that way; with `of` it is a step down a gradient, say.
     """
 
     of: int = 0
     same: int = 0
     written: int = 0
+    gradient: bool = False
 
     def __or__(self, other: "Update") -> "Update":
         return Update(
-            self.of | other.of, self.same | other.same, self.written | other.written
+            self.of | other.of,
+            self.same | other.same,
+            self.written | other.written,
+            self.gradient or other.gradient,
         )
 
 
 NOTHING = Update()
+GRADIENT = Update(gradient=True)
 
 
 def updates(program: Program) -> list[Update]:
@@ -187,10 +195,12 @@ def _updates(program: Program, given: Sequence[Update]) -> list[Update]:
 
     for node in program.nodes:
         ins = [read(atom) for atom in node.inputs]
-        if not any(update.of for update in ins) or BACKWARD in node.derivatives:
-            continue
-        if node.bodies:
+        if BACKWARD in node.derivatives:
+            results = [GRADIENT] * len(node.outputs)
+        elif node.bodies:
             results = through_bodies(node, ins, _updates, NOTHING)
+        elif not any(update != NOTHING for update in ins):
+            continue
         elif node.passes_through or _is_over_devices(node):
             results = [*ins[: len(node.outputs)]]
         else:
@@ -206,10 +216,12 @@ def _through_op(node: Node, ins: Sequence[Update], result: int) -> Update:
     made: Any = node.eqn.outvars[result].aval
     if rule is None or jnp.issubdtype(getattr(made, "dtype", bool), jnp.bool_):
         return NOTHING
-    if rule.shifts or (rule.whole and name not in _WRITES):  # elements change places
-        return NOTHING
-    moves = name in _MOVES
     found = NOTHING
+    if any(u.gradient and _holds(node, i, result) for i, u in enumerate(ins)):
+        found = GRADIENT
+    if rule.shifts or (rule.whole and name not in _WRITES):  # elements change places
+        return found
+    moves = name in _MOVES
     for i, update in enumerate(ins):
         if rule.operands[i] != rule.results[result] or name in _WRITES and i:
             continue
@@ -219,6 +231,13 @@ def _through_op(node: Node, ins: Sequence[Update], result: int) -> Update:
             written = same
         found |= Update(update.of, same, written)
     return found
+
+
+def _holds(node: Node, operand: int, result: int) -> bool:
+    """Whether a result holds an operand's elements, changed each or in other places."""
+    rule = node.rule
+    is_each = rule is not None and rule.operands[operand] == rule.results[result]
+    return is_each or relation_of(node, operand, result) is not None
 
 
 def _is_over_devices(node: Node) -> bool:

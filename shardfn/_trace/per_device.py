@@ -245,7 +245,7 @@ def _check_states(
         return mapped  # not a state and metrics; the trace says so
     new = places[0] if len(places) == 1 else tuple(places)
     flat, _ = tree_flatten_with_path(new, is_leaf=_is_levels)
-    is_own = own if len(own) == len(flat) else [False] * len(flat)
+    is_own = own[: len(flat)] if len(own) >= len(flat) else [False] * len(flat)
     names = [keystr(path, simple=True, separator="/") or "state" for path, _ in flat]
     differing = [
         name

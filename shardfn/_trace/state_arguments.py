@@ -5,12 +5,11 @@ positions of the state, where each comes back, and what was not taken for state 
 or an error that shows what might be meant.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
-from jax.tree_util import SequenceKey, tree_flatten_with_path
 
 from shardfn._core import compat
 from shardfn._core.call_arguments import (
@@ -21,9 +20,21 @@ from shardfn._core.call_arguments import (
     part,
     parts,
 )
-from shardfn._core.errors import ShardingError, called, step_name
 from shardfn._core.program import Program
 from shardfn._trace.dataflow import Dimensions, Place, Update, updates
+from shardfn._trace.raw_keys import raw_keys
+from shardfn._trace.state_texts import (
+    changes,
+    found_note,
+    other_note,
+    read_only_note,
+    refuse_gradients,
+    refuse_readings,
+)
+
+STATE_DEPTH = 8
+"""How deep in a state a tree may lie that another argument is like, as parameters do in
+the moments of a chain of optimizers."""
 
 
 def find_state(
@@ -39,13 +50,13 @@ def find_state(
       names: what to call them in messages.
       out: what the step returns, a pytree of `ShapeDtypeStruct`.
       program: makes the program of the step, whose arguments are the leaves of
-        `arguments`; called only if structure does not tell.
+        `arguments`; called only if something is like an argument.
 
     Returns:
       The state, and where it comes back.
 
     Raises:
-      ShardingError: it cannot be told.
+      ShardingError: it cannot be told; or only gradients come back.
     """
     places = parts(out)
     alike = {
@@ -54,10 +65,13 @@ def find_state(
         if jax.tree.leaves(argument)
     }
     alike = {position: paths for position, paths in alike.items() if paths}
-    if not alike or (_is_first(arguments, out) and set(alike) <= {0}):
-        changed = tuple(_changes(arguments, names, out, {0: FIRST}))
-        return StateArguments(notes=changed, hints=changed)
-    return _Search(arguments, names, out, alike, program()).found()
+    found = None
+    if alike or _is_first(arguments, out):
+        found = _Search(arguments, names, out, alike, program()).found()
+    if found is None:
+        changed = tuple(changes(arguments, names, out, {0: FIRST}))
+        found = StateArguments(notes=changed, hints=changed)
+    return found
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -83,7 +97,7 @@ def _is_array(tree: Any) -> bool:
     return isinstance(tree, jax.ShapeDtypeStruct)
 
 
-def _is_like_rows(tree: Any) -> bool:
+def is_like_rows(tree: Any) -> bool:
     """Whether the leaves of an argument might be rows of one batch: as many of each."""
     leaves = jax.tree.leaves(tree)
     return len({leaves[i].shape[0] for i in _dimmed(tree)}) <= 1
@@ -114,92 +128,128 @@ class _Search:
     program: Program
     _starts: dict[Position, int] = field(default_factory=dict)
     _updates: list[Update] = field(default_factory=list)
-    _notes: list[str] = field(default_factory=list)
+    _pairs: dict[Position, Path] = field(default_factory=dict)
+    _classes: dict[Position, list[list[Place]]] = field(default_factory=dict)
+    _rows: set[Place] = field(default_factory=set)
 
-    def found(self) -> StateArguments:
+    def found(self) -> StateArguments | None:
+        """The state; None if nothing comes back, or just the first argument first."""
         start = 0
         for position, argument in self.arguments.items():
             self._starts[position] = start
             start += len(jax.tree.leaves(argument))
         self._updates = updates(self.program)
-        pairs = self._pairs()
-        dimensions = Dimensions(self.program)
-        twins = [self.arguments[p] for p in pairs]
-        rows = {
-            dimensions.of(value)[0]
-            for position, argument in self.arguments.items()
-            if position not in pairs and _is_like_rows(argument)
-            if not any(_same(argument, twin) for twin in twins)
-            for value in self._values(position, argument)
-        }
-        classes = {
-            p: [dimensions.of(v) for v in self._values(p, self.arguments[p])]
-            for p in pairs
-        }
-        batch = {p for p in pairs if self._is_of_rows(p, pairs[p], classes[p], rows)}
-        pairs_left = {p: path for p, path in pairs.items() if p not in batch}
-        first = self._first(pairs, pairs_left)
+        self._pairs = self._matched_pairs()
+        if not self._pairs:
+            self._check_gradients()
+            return None
+        self._read_dimensions()
+        first = self._certain()
         if first is None:
-            if pairs and not _is_first(self.arguments, self.out):
-                self._refuse(pairs)
-            return StateArguments()
-        own = {place for dims in classes[first] for place in dims}
-        state = [
-            p
-            for p in pairs
-            if p == first or p not in batch and self._is_state(p, classes[p], own)
+            fixed = self._read_only_of_batch()
+            if not fixed:
+                refuse_readings(self.names, self._pairs, (), self._has_cache())
+            return self._result((), fixed)
+        own = {place for dims in self._classes[first] for place in dims}
+        state = [p for p in self._pairs if p == first or self._is_state(p, own)]
+        fixed = [p for p in self.arguments if self._is_read_only(p, state, own)]
+        is_plain = not fixed and set(self.alike) <= {0} and self._pairs == {0: FIRST}
+        return None if is_plain else self._result(state, fixed)
+
+    def _result(
+        self, state: Sequence[Position], fixed: Sequence[Position]
+    ) -> StateArguments:
+        """What was found: the state that comes back, and that which is read only."""
+        pairs, names = self._pairs, self.names
+        others = [p for p in pairs if p not in state]
+        caches = [
+            p for p in others if not isinstance(p, str) and self._is_cache(p, pairs[p])
         ]
-        caches = [p for p in pairs if p not in state and self._is_cache(p, pairs[p])]
-        caches = [p for p in caches if not isinstance(p, str)]
-        for p in pairs:
-            if p not in state:
-                self._note(p, pairs[p], p in caches, (*state, p))
-        changed = _changes(self.arguments, self.names, self.out, pairs)
-        each = (f"{self.names[p]}, {_where(pairs[p])}" for p in state)
-        self._notes.insert(0, f"state: argument {'; argument '.join(each)}")
+        notes = [
+            other_note(names[p], pairs[p], p in caches, (*state, p)) for p in others
+        ]
+        notes += [read_only_note(names[p], bool(state)) for p in fixed]
+        notes += changes(self.arguments, names, self.out, pairs)
         return StateArguments(
-            arguments=tuple(state),
+            arguments=(*state, *fixed),
             results=tuple(pairs[p] for p in state),
             caches=tuple((p, pairs[p]) for p in caches),
-            notes=(*self._notes, *changed),
-            hints=(*self._notes[1:], *changed),
+            notes=(found_note(names, pairs, state, fixed), *notes),
+            hints=tuple(notes),
         )
 
-    def _values(self, position: Position, argument: Any) -> list[int]:
-        """The program's values of the leaves of an argument that have dimensions."""
-        start = self._starts[position]
-        return [self.program.inputs[start + i] for i in _dimmed(argument)]
+    # What becomes of an argument
 
-    def _updated(self, position: Position, path: Path) -> list[Update]:
-        """Of each leaf with dimensions, what has become of it at `path`; all sets are
-        of itself alone."""
+    def _updated(
+        self, position: Position, path: Path, leaves: Sequence[int]
+    ) -> list[Update]:
+        """Of some leaves, what has become of each at `path`; all sets are of itself
+        alone."""
         tree = jax.tree.structure(self.out)
         numbers = jax.tree.unflatten(tree, range(tree.num_leaves))
         at, start = jax.tree.leaves(part(numbers, path)), self._starts[position]
         found = []
-        for i in _dimmed(self.arguments[position]):
+        for i in leaves:
             bit, new = 1 << (start + i), self._updates[at[i]]
-            found.append(Update(new.of & bit, new.same & bit, new.written & bit))
+            own = new.of & bit, new.same & bit, new.written & bit
+            found.append(Update(*own, new.gradient))
         return found
+
+    def _with_dims(self, position: Position, path: Path) -> list[Update]:
+        return self._updated(position, path, _dimmed(self.arguments[position]))
 
     def _is_kept(self, position: Position, path: Path) -> bool:
         """Whether an argument is updated at `path`. An array that is handed on as it
         is says nothing."""
-        updated = self._updated(position, path)
+        updated = self._with_dims(position, path)
         if _is_array(self.arguments[position]):
             updated = [u for u in updated if not u.same or u.written]
         return any(update.of for update in updated)
 
+    def _is_unchanged(self, position: Position, path: Path) -> bool:
+        """Whether an argument is handed on as it is, as far as it has dimensions."""
+        updated = self._with_dims(position, path)
+        return all(update.same and not update.written for update in updated)
+
+    def _descends(self, position: Position) -> bool:
+        """Whether a gradient goes into an argument's new value."""
+        updated = self._with_dims(position, self._pairs[position])
+        return any(update.of and update.gradient for update in updated)
+
+    def _is_gradient(self, position: Position, path: Path) -> bool:
+        """Whether what comes back at `path` is the gradient of something that is like
+        the argument, and no new value of it."""
+        count = len(jax.tree.leaves(self.arguments[position]))
+        updated = self._updated(position, path, range(count))
+        return any(u.gradient for u in updated) and not any(u.of for u in updated)
+
     def _is_anew(self, position: Position) -> bool:
         """Whether an argument that may be rows is not what the first result was."""
-        if not _is_like_rows(self.arguments[position]):
+        if not is_like_rows(self.arguments[position]):
             return False
         if FIRST not in self.alike.get(position, ()):
             return False
-        updated = self._updated(position, FIRST)
+        updated = self._with_dims(position, FIRST)
         return bool(updated) and not any(update.of for update in updated)
 
-    def _pairs(self) -> dict[Position, Path]:
+    def _is_cache(self, position: Position, path: Path) -> bool:
+        """Whether something is written into each leaf that changes, and the others
+        stay."""
+        updated = self._with_dims(position, path)
+        all_same = all(update.same for update in updated)
+        return all_same and any(update.written for update in updated)
+
+    def _has_cache(self) -> bool:
+        return any(self._is_cache(p, path) for p, path in self._pairs.items())
+
+    def _check_gradients(self) -> None:
+        """Raises if nothing comes back but gradients."""
+        for position, paths in self.alike.items():
+            for path in paths:
+                if self._is_gradient(position, path):
+                    refuse_gradients(self.names[position], path)
+
+    def _matched_pairs(self) -> dict[Position, Path]:
         """The arguments that come back, and where: those that are updated there, in
         order; and the first as the first result."""
         kept = {
@@ -213,89 +263,122 @@ class _Search:
         }
         chosen = _matched(options)
         is_first = _is_first(self.arguments, self.out)
-        if is_first and 0 not in chosen and FIRST not in chosen.values():
+        is_free = 0 not in chosen and FIRST not in chosen.values()
+        if is_first and is_free and not self._is_gradient(0, FIRST):
             # What may be rows and is computed anew is rather a result that looks so.
             if not (chosen and self._is_anew(0)):
                 chosen[0] = FIRST
         return {p: chosen[p] for p in self.arguments if p in chosen}
 
-    def _first(
-        self, pairs: Mapping[Position, Path], left: Mapping[Position, Path]
-    ) -> Position | None:
+    # What lies along its dimensions
+
+    def _read_dimensions(self) -> None:
+        dimensions, keys = Dimensions(self.program), raw_keys(self.program)
+        for position, argument in self.arguments.items():
+            start = self._starts[position]
+            self._classes[position] = [
+                dimensions.of(self.program.inputs[start + i])
+                for i in _dimmed(argument)
+                if start + i not in keys
+            ]
+        self._rows = {
+            dims[0]
+            for position, argument in self.arguments.items()
+            if position not in self._pairs and is_like_rows(argument)
+            if not self._is_twin(argument, self._pairs)
+            for dims in self._classes[position]
+        }
+
+    def _is_twin(self, argument: Any, others: Collection[Position]) -> bool:
+        """Whether an argument is like one of some others, or like a part of it."""
+        if _is_array(argument):
+            return any(_same(argument, self.arguments[p]) for p in others)
+        trees = (
+            tree for p in others for _, tree in parts(self.arguments[p], STATE_DEPTH)
+        )
+        return any(_same(argument, tree) for tree in trees)
+
+    def _reaches(self, position: Position, rows: set[Place]) -> bool:
+        """Whether some of these lie along a dimension of an argument."""
+        return any(place in rows for dims in self._classes[position] for place in dims)
+
+    # What is state
+
+    def _certain(self) -> Position | None:
         """The argument that is state for certain; None if none is."""
-        if pairs.get(0) == FIRST and (not left or 0 in left or not self._renews(0)):
-            return 0
-        trees = [p for p in left if not _is_array(self.arguments[p])]
-        arrays = [p for p in left if _is_array(self.arguments[p]) and left[p]]
-        others = len(self.arguments) > len(pairs)
+        pairs, arguments = self._pairs, self.arguments
+        left = [p for p in pairs if not self._is_of_rows(p)]
+        if pairs.get(0) == FIRST:
+            if not self._may_be_rows(0):
+                if not left or 0 in left or self._is_kept(0, FIRST):
+                    return 0
+            else:
+                rivals = [p for p in left if p != 0 and self._descends(p)]
+                if 0 in left and rivals and not self._rows:
+                    refuse_readings(self.names, pairs, rivals, self._has_cache())
+                is_tree = not _is_array(arguments[0]) and not self._has_cache()
+                if 0 in left or is_tree and not rivals and self._is_kept(0, FIRST):
+                    return 0
+        trees = [p for p in left if not _is_array(arguments[p])]
+        arrays = [p for p in left if _is_array(arguments[p]) and pairs[p]]
+        others = len(arguments) > len(pairs)
         return next(iter((*trees, *(arrays if others else ()))), None)
 
-    def _renews(self, position: Position) -> bool:
-        """Whether the first result is computed anew, not an update of an argument."""
-        return not self._is_kept(position, FIRST)
+    def _may_be_rows(self, position: Position) -> bool:
+        """Whether an argument that comes back may be a batch that the step changes."""
+        is_unchanged = self._is_unchanged(position, self._pairs[position])
+        may_be = is_like_rows(self.arguments[position]) and not is_unchanged
+        return may_be and not self._descends(position)
 
-    def _is_state(
-        self, position: Position, classes: Sequence[list[Place]], own: set[Place]
-    ) -> bool:
+    def _is_state(self, position: Position, own: set[Place]) -> bool:
         """Whether an argument that comes back is state, as one that is state for
         certain: its leaves have their first dimensions from that one, or different
         ones, so that they are not rows of one batch."""
-        if all(dims[0] in own for dims in classes):
+        if self._is_of_rows(position):
+            return False
+        if all(dims[0] in own for dims in self._classes[position]):
             return True
-        return not _is_like_rows(self.arguments[position])
+        return not is_like_rows(self.arguments[position])
 
-    def _is_of_rows(
-        self,
-        position: Position,
-        path: Path,
-        classes: Sequence[list[Place]],
-        rows: set[Place],
-    ) -> bool:
+    def _is_of_rows(self, position: Position) -> bool:
         """Whether an argument that comes back has the rows of one that does not: in all
         of its leaves, or in those of a cache that are one. State has leaves without."""
-        reached = [any(place in rows for place in dims) for dims in classes]
-        if self._is_cache(position, path):
+        reached = [
+            any(place in self._rows for place in dims)
+            for dims in self._classes[position]
+        ]
+        if self._is_cache(position, self._pairs[position]):
             return any(reached)
         return bool(reached) and all(reached)
 
-    def _is_cache(self, position: Position, path: Path) -> bool:
-        """Whether something is written into each leaf that changes, and the others
-        stay."""
-        updated = self._updated(position, path)
-        all_same = all(update.same for update in updated)
-        return all_same and any(update.written for update in updated)
+    def _is_read_only(
+        self, position: Position, state: Sequence[Position], own: set[Place]
+    ) -> bool:
+        """Whether an argument that does not come back is like one that is state, or a
+        part of it, as the parameters of a teacher are."""
+        argument = self.arguments[position]
+        if position in self._pairs or not self._is_twin(argument, state):
+            return False
+        if not _dimmed(argument) or self._reaches(position, self._rows):
+            return False
+        along = all(dims[0] in own for dims in self._classes[position])
+        return along or not (_is_array(argument) or is_like_rows(argument))
 
-    def _note(
-        self, position: Position, path: Path, is_cache: bool, all_of: Sequence[Position]
-    ) -> None:
-        how = "is written in place: it is split like a batch, and donated"
-        if not is_cache:
-            how = (
-                "may be a batch that the step changes: it is taken for one. If it is "
-                f"state, pass {_argnums(all_of)}"
-            )
-        self._notes.append(
-            f"argument {self.names[position]} comes back as {_where(path)} and {how}"
-        )
-
-    def _refuse(self, pairs: Mapping[Position, Path]) -> NoReturn:
-        readings = "".join(
-            f"  argument {self.names[p]}, which comes back as {_where(path)}, may be "
-            "the state, or a batch that the step changes\n"
-            for p, path in pairs.items()
-        )
-        p = next(iter(pairs))
-        advice = f"Pass {_argnums([p])} to fully_shard if that is the state."
-        if any(self._is_cache(p, path) for p, path in pairs.items()):
-            advice += (
-                " If it is a cache of the batch, return the parameters too, unchanged: "
-                "they are the state."
-            )
-        raise ShardingError(
-            f"it cannot be told which arguments of {step_name()} are its state.\n"
-            f"{readings}{called()}"
-            f"{advice}"
-        )
+    def _read_only_of_batch(self) -> list[Position]:
+        """Where all that comes back is the batch's, the arguments that are parameters:
+        trees without its rows, next to others with them."""
+        if not all(map(self._is_of_rows, self._pairs)):
+            return []
+        rows = {dims[0] for p in self._pairs for dims in self._classes[p]}
+        others = (p for p in self.arguments if p not in self._pairs)
+        rest = [p for p in others if _dimmed(self.arguments[p])]
+        batch = [p for p in rest if self._reaches(p, rows)]
+        return [
+            p
+            for p in rest
+            if p not in batch and not _is_array(self.arguments[p])
+            if batch or not is_like_rows(self.arguments[p])
+        ]
 
 
 def _lies_in(path: Path, others: Sequence[Path]) -> bool:
@@ -321,51 +404,3 @@ def _matched(options: Mapping[Position, Sequence[Path]]) -> dict[Position, Path]
     for position in options:
         place(position, set())
     return {position: path for path, position in holder.items()}
-
-
-def _where(path: Path) -> str:
-    if not path:
-        return "the result"
-    keys = [
-        str(key.idx) if isinstance(key, SequenceKey) else jax.tree_util.keystr((key,))
-        for key in path
-    ]
-    return f"result {'/'.join(keys)}"
-
-
-def _argnums(positions: Sequence[Position]) -> str:
-    each = tuple(positions)
-    return f"state_argnums={each[0] if len(each) == 1 else each}"
-
-
-def _changes(
-    arguments: Mapping[Position, Any],
-    names: Mapping[Position, str],
-    out: Any,
-    state: Mapping[Position, Path],
-) -> list[str]:
-    """Notes on arguments that would be state but for a leaf that changes its type."""
-    found = []
-    for position, argument in arguments.items():
-        structure = jax.tree.structure(argument)
-        if position in state or structure.num_leaves < 2:
-            continue
-        for path, tree in parts(out, 1):
-            if path not in state.values() and jax.tree.structure(tree) == structure:
-                found.append(
-                    f"argument {names[position]} comes back as {_where(path)} with "
-                    f"{_change(argument, tree)}: it is taken for a batch"
-                )
-    return found
-
-
-def _change(old: Any, new: Any) -> str:
-    """The first leaf that differs in type between two pytrees of one structure."""
-    for (path, a), b in zip(
-        tree_flatten_with_path(old)[0], jax.tree.leaves(new), strict=True
-    ):
-        if (a.shape, a.dtype) != (b.shape, b.dtype):
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
-            before, after = (f"{x.dtype}{list(x.shape)}" for x in (a, b))
-            return f"leaf '{name}' changed from {before} to {after}"
-    return "no change"

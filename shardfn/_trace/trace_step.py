@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 from jax.extend.core import jaxprs_in_params
-from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten_with_path
 
 from shardfn._core import compat
@@ -37,11 +36,13 @@ from shardfn._core.errors import (
 )
 from shardfn._core.leaves import Leaf, leaf_name, path_name
 from shardfn._core.program import Program
-from shardfn._core.sharding import Axes, Sharding, partition_spec
+from shardfn._core.sharding import Axes, Sharding
 from shardfn._trace.containers import Closed, close, on_closed, opened
 from shardfn._trace.inner_shard_map import on_whole_arrays
 from shardfn._trace.jaxpr_to_program import make_program
 from shardfn._trace.per_device import GlobalStep, as_global, reaches_axis
+from shardfn._trace.state_texts import change
+from shardfn._trace.typed_trace import typed_jaxpr, typed_once
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,23 +55,27 @@ class Traced:
         state's and the others out.
       out_tree: structure of what the step returns.
       given: for each of those, which argument of the jaxpr it is.
-      order: for each output, which leaf of that it is.
+      order: for each output, which leaf of that it is; None for a leaf of the state
+        that is read only, and stays as it is.
       meaning: what the step's arguments are.
       kept: `(output, input)` for every leaf of a cache, which stays split as it is.
+      program: the jaxpr as a program, if that was made to find the state.
     """
 
     jaxpr: Any
     out_tree: Any
     given: tuple[int, ...]
-    order: tuple[int, ...]
+    order: tuple[int | None, ...]
     meaning: StateArguments
     kept: tuple[tuple[int, int], ...] = ()
+    program: Program | None = None
 
     def returned(self, out: Sequence[Any]) -> Any:
         """What the step returns, of its outputs."""
-        leaves: list[Any] = [None] * len(self.order)
+        leaves: list[Any] = [None] * self.out_tree.num_leaves
         for i, x in zip(self.order, out, strict=True):
-            leaves[i] = x
+            if i is not None:
+                leaves[i] = x
         return jax.tree.unflatten(self.out_tree, leaves)
 
 
@@ -81,33 +86,54 @@ class Trace:
     Attributes:
       jaxpr: the closed jaxpr.
       out: what the step returns, a pytree of `ShapeDtypeStruct`.
-      is_global: whether the step is one on global arrays.
+      made: the jaxpr as a program, if it was made.
+      is_final: whether it is what will be planned: of a step on global arrays, whose
+        types name no shardings.
     """
 
     jaxpr: Any
     out: Any
-    is_global: bool = True
-    _program: Program | None = None
+    is_final: bool = True
+    made: Program | None = None
 
     def program(self) -> Program:
         """The jaxpr as a program."""
-        if self._program is None:
-            with compat.at_top_level():  # primitives are traced anew to expand them
-                self._program = make_program(self.jaxpr)
-        return self._program
+        if self.made is None:
+            # Primitives are traced anew to expand them.
+            with compat.at_top_level(), compat.broadcasts_ranks():
+                self.made = make_program(self.jaxpr)
+        return self.made
 
 
-def trace_once(step: Callable[..., Any], args: Any, axes: Axes) -> Trace | None:
-    """The trace of `step` on `args`, or None if it fails. Of a step per device only
-    what it returns is as it will be: it is traced on the global batch."""
+def trace_once(
+    step: Callable[..., Any],
+    args: Any,
+    axes: Axes,
+    mesh: jax.sharding.AbstractMesh | None = None,
+) -> Trace | None:
+    """The trace of `step` on `args`, or None if it fails; `mesh` is the caller's. Of a
+    step per device only what it returns is as it will be: it is traced on the global
+    batch. One that names shardings is traced as if some arguments were a batch."""
+    is_set = jax.sharding.get_abstract_mesh()
+    typed: jax.sharding.AbstractMesh | None = None
     for is_global in (True, False):
         bound = [] if is_global else zip(axes.names, axes.sizes, strict=True)
         with contextlib.suppress(Exception), compat.at_top_level():
-            jaxpr, out = jax.make_jaxpr(step, axis_env=[*bound], return_shape=True)(
-                *args
-            )
-            whole = on_whole_arrays(compat.without_refs(jaxpr), axes)
+            try:
+                made, out = jax.make_jaxpr(step, axis_env=[*bound], return_shape=True)(
+                    *args
+                )
+            except ValueError as error:
+                typed = typed or compat.mesh_lacking(error, is_set, mesh)
+                raise
+            whole = on_whole_arrays(compat.without_refs(made), axes)
             return Trace(whole, out, is_global)
+    if typed is not None:
+        with compat.at_top_level():
+            for made, out in typed_once(step, args, axes, typed):
+                with contextlib.suppress(Exception):
+                    whole = on_whole_arrays(compat.without_refs(made), axes)
+                    return Trace(whole, out, is_final=False)
     return None
 
 
@@ -152,7 +178,7 @@ def trace(
             f'Turn it off: jax.config.update("{flags[0]}", False).'
         )
     meaning = batch.meaning
-    if any(own) or (known is not None and not known.is_global):
+    if any(own) or (known is not None and not known.is_final):
         known = None
     is_set = jax.sharding.get_abstract_mesh()
     if known is None:
@@ -167,7 +193,7 @@ def trace(
                     typed = compat.mesh_lacking(error, is_set, mesh)
                     if typed is None:
                         raise
-                    made, out = _typed_jaxpr(run, *closed, split, axes, typed)
+                    made, out = typed_jaxpr(run, *closed, split, axes, typed)
                 known = Trace(on_whole_arrays(compat.without_refs(made), axes), out)
                 out_tree = structures[-1]
         except jax.errors.UnexpectedTracerError as error:
@@ -186,22 +212,25 @@ def trace(
     _check_state(known.out, states, meaning, leaves)
     new = new_leaves(out_tree, meaning)
     rest = sorted({*range(out_tree.num_leaves)} - {*new})
-    order = (*new, *rest)
+    order = (*new, *[None] * (len(leaves) - len(new)), *rest)
     kept = _kept_leaves(states, batch, out_tree, order)
-    return Traced(known.jaxpr, out_tree, tuple(given), order, batch.meaning, kept)
+    return Traced(
+        known.jaxpr, out_tree, tuple(given), order, batch.meaning, kept, known.made
+    )
 
 
 def _kept_leaves(
-    states: Sequence[Any], batch: Rest, out_tree: Any, order: Sequence[int]
+    states: Sequence[Any], batch: Rest, out_tree: Any, order: Sequence[int | None]
 ) -> tuple[tuple[int, int], ...]:
     """`Traced.kept`."""
     if not batch.meaning.caches:
         return ()
     leaves, treedef = jax.tree.flatten((states, batch))
     given = by_place(rejoined(*jax.tree.unflatten(treedef, range(len(leaves)))))
-    made = jax.tree.unflatten(out_tree, np.argsort(order))
+    outputs = {leaf: j for j, leaf in enumerate(order)}
+    made = jax.tree.unflatten(out_tree, map(outputs.get, range(out_tree.num_leaves)))
     return tuple(
-        (int(j), i)
+        (j, i)
         for place, path in batch.meaning.caches
         for i, j in zip(
             jax.tree.leaves(given[place]),
@@ -226,29 +255,6 @@ def leaked_tracer() -> ShardingError:
         f"{called()}"
         "Return the value from the step, or pass it in as an argument."
     )
-
-
-def _typed_jaxpr(
-    step: GlobalStep,
-    states: tuple[Any, ...],
-    batch: tuple[Any, ...],
-    split: Sequence[Sharding],
-    axes: Axes,
-    mesh: jax.sharding.AbstractMesh,
-) -> tuple[Any, Any]:
-    """The jaxpr of a step that names shardings of the caller's mesh: with
-    types that say that the state is whole, and how the batch is split. Propagation
-    finds its own shardings; those in the types are a plain step's."""
-
-    def typed(aval: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-        return compat.abstract(aval, NamedSharding(mesh, spec))
-
-    state = jax.tree.map(lambda x: typed(x, PartitionSpec()), states)
-    leaves, treedef = jax.tree.flatten(batch)
-    specs = [partition_spec(sharding, axes) for sharding in split]
-    rows = jax.tree.unflatten(treedef, map(typed, leaves, specs))
-    with jax.sharding.use_abstract_mesh(mesh), compat.untyped_axes_of_one_device():
-        return jax.make_jaxpr(step, return_shape=True)(state, rows)
 
 
 def _jaxpr(
@@ -355,8 +361,9 @@ def _check_state(
     """Raises if the new state is not like the old one."""
     is_first = meaning.results is None
     if is_first and (not isinstance(out, (tuple, list)) or len(out) < len(states)):
-        _no_state(out, states, leaves)
+        _no_state(out, states, leaves, meaning.by_hand)
     new: Any = tuple(part(out, path) for path in meaning.places)
+    new = (*new, *states[len(new) :])
     new, old = (new[0], states[0]) if len(states) == 1 else (new, states)
     if isinstance(states, NamedStates):
         new = NamedStates(states.names, new)
@@ -367,7 +374,7 @@ def _check_state(
         new_names = {path_name(path) for path, _ in new_flat}
         missing, extra = sorted(old_names - new_names), sorted(new_names - old_names)
         if len(leaves) and not old_names & new_names:
-            _no_state(out, states, leaves)
+            _no_state(out, states, leaves, meaning.by_hand)
         raise ShardingError(
             f"{step_name()} changes the structure of its state: "
             f"missing leaves {listed(missing)}, new leaves {listed(extra)}"
@@ -401,7 +408,9 @@ def _weakly(old: Any, new: Any) -> str:
     )
 
 
-def _no_state(out: Any, states: Sequence[Any], leaves: Sequence[Leaf]) -> NoReturn:
+def _no_state(
+    out: Any, states: Sequence[Any], leaves: Sequence[Leaf], by_hand: bool
+) -> NoReturn:
     number = len(states)
     what = "a new state" if number == 1 else f"{number} new states"
     advice = (
@@ -417,10 +426,15 @@ def _no_state(out: Any, states: Sequence[Any], leaves: Sequence[Leaf]) -> NoRetu
     form = jax.tree.structure(states[0])
     if number == 1 and form in map(jax.tree.structure, results):
         at = list(map(jax.tree.structure, results)).index(form)
-        advice = (
-            f"Result {at} has the state's form: return it first, or leave "
-            "state_argnums out."
-        )
+        advice = f"Result {at} has the state's form"
+        if changed := change(opened(states[0]), opened(results[at])):
+            advice += (
+                f", but {changed}: cast or reshape it back, and it is found there."
+            )
+        elif by_hand:
+            advice += ": return it first, or leave state_argnums out."
+        else:
+            advice += ": return it first."
     elif len(results) < number:
         advice += (
             " One that changes modules in place (flax.nnx) takes nnx.split of them, "

@@ -73,3 +73,35 @@ def test_without_the_mesh_it_is_jaxs_error() -> None:
     run = shardfn.fully_shard(train, mesh, min_size=8)
     with pytest.raises(ValueError, match="when you are not under a mesh context"):
         run(PARAMS, X)
+
+
+def test_the_state_is_found_where_it_stands() -> None:
+    def step(x: Any, moments: Any, params: Any) -> Any:
+        def loss_fn(params: Any) -> jax.Array:
+            h = reshard(layers(params, x) @ params["in"], ROWS)
+            return jnp.mean((h @ params["out"]) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        moments = jax.tree.map(lambda m, g: 0.9 * m + g, moments, grads)
+        return loss, jax.tree.map(lambda w, m: w - m, params, moments), moments
+
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    run = shardfn.fully_shard(step, mesh, min_size=8, donate=False)
+    with jax.set_mesh(mesh):
+        params = jax.tree.map(lambda w: jax.device_put(w, P()), PARAMS)
+        plain = (
+            jax.device_put(X, P("data")),
+            jax.tree.map(jnp.zeros_like, params),
+            params,
+        )
+        mine = (X, *jax.tree.map(np.zeros_like, plain[1:2]), PARAMS)
+        for _ in range(2):
+            expected, out = jax.jit(step)(*plain), run(*mine)
+            plain, mine = (plain[0], *expected[:0:-1]), (X, *out[:0:-1])
+            got = jax.device_get((out[0], run.unshard(out[1:])))
+            jax.tree.map(
+                lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+                (got[0], *got[1]),
+                jax.device_get(expected),
+            )
+    assert "state: argument 1 ('moments'), result 2; argument 2" in repr(run)

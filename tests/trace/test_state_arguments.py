@@ -30,6 +30,7 @@ with jax.numpy_dtype_promotion("standard"):
     MU = OPT.init(P)
 X = ones(8, 16)
 AE = {"e": ones(16, 4), "d": ones(4, 16)}
+TOKENS = jnp.arange(8)
 CACHE = {"k": jnp.zeros((8, 5, 8)), "n": jnp.int32(0)}
 EMBED = {"embed": ones(32, 16), "w": ones(16, 8)}
 G = {"w": ones(4, 8), "o": ones(8, 16)}
@@ -126,9 +127,10 @@ def meaning(fn, *args, mesh=None, **named) -> StateArguments:
 
 
 def shown(found: StateArguments) -> str:
-    """`argument <- result` for each state, and the caches."""
-    state = zip(found.arguments, found.places, strict=True)
+    """`argument <- result` for each state, what is read only, and the caches."""
+    state = zip(found.arguments, found.places, strict=False)
     each = [f"{p}<-{keystr(path, simple=True, separator='.')}" for p, path in state]
+    each += [f"reads {p}" for p in found.read_only]
     return " ".join([*each, *(f"cache {p}" for p, _ in found.caches)])
 
 
@@ -159,9 +161,16 @@ def pick(fn, *order):
         # Arguments of one type: by what each becomes.
         (average, (P, P, MU, X), "0<-0 1<-1 2<-2"),
         (pick(average, 1, 0, 2), (P, P, MU, X), "0<-1 1<-0 2<-2"),
-        (towards, (P, P, X), "1<-0"),
-        (lambda p, t, x: towards(t, p, x), (P, P, X), "0<-0"),
         (gan, (G, D, X, ones(8, 4)), "0<-0 1<-1"),
+        # What is like the state, or a part of it, is stored like it and read only.
+        (towards, (P, P, X), "1<-0 reads 0"),
+        (lambda p, t, x: towards(t, p, x), (P, P, X), "0<-0 reads 1"),
+        (lambda s, t, x: (update(*s, x + t["w"].sum())[:2], 0.0), ((P, MU), P, X),
+         "0<-0 reads 1"),
+        (lambda p, o, x: (jax.grad(loss)(p, x), update(p, o, x)[1]), (P, MU, X),
+         "1<-1 reads 0"),
+        (lambda w, t, x: (linear(w, x) + 0.0 * t, 0.0), (ones(16, 8), ones(16, 8), X),
+         "0<-0 reads 1"),
         # Nothing to store: no optimizer state, a count.
         (lambda p, o, x: (update(p, MU, x)[0], o, 0.0), (P, (), X), "0<-0"),
         (lambda p, n, x: (update(p, MU, x)[0], n + 1), (P, 0, X), "0<-0"),
@@ -193,8 +202,18 @@ def pick(fn, *order):
         # One leaf of the state has the batch's rows, another one does not.
         (lambda x, p: (0.0, descend(p, jax.grad(scaled)(p, x))),
          (X, {"w": ones(16, 8), "scale": ones(8)}), "1<-1"),
-        # A cache is the batch's.
-        (decode, (EMBED, CACHE, jnp.arange(8)), "0<-0 cache 1"),
+        # A cache is the batch's, also where the parameters do not come back.
+        (decode, (EMBED, CACHE, TOKENS), "0<-0 cache 1"),
+        (pick(decode, 1, 2), (EMBED, CACHE, TOKENS), "reads 0 cache 1"),
+        (pick(decode, 2, 1), (EMBED, CACHE, TOKENS), "reads 0 cache 1"),
+        (lambda c, p, t: decode(p, c, t)[1:], (CACHE, EMBED, TOKENS),
+         "reads 1 cache 0"),
+        (lambda p, h, x: (jnp.tanh(h + x @ p["w"]), 0.0), (P, ones(8, 8), X),
+         "reads 0"),
+        # Gradients are no state, beside one.
+        (lambda p, x: (jax.grad(loss)(p, x), p), (P, X), "0<-1"),
+        (lambda x, y, p: (x * y[:, None], update(p, MU, x)[0]), (X, ones(8), P),
+         "2<-1"),
     ],
 )  # fmt: skip
 def test_what_comes_back_is_state(fn, args, expected) -> None:
@@ -231,18 +250,37 @@ def test_what_is_not_state_is_said() -> None:
     )
 
 
+BOTH = [
+    "), which comes back as result 0, may be the state, or a batch that the step",
+    "), which comes back as result 1, is state",
+    "pass state_argnums=(0, 1) to fully_shard if all of that is, state_argnums=1 if",
+]
+FIRST = [
+    "argument 0 ('x'), which comes back as result 0, may be the state, or a batch",
+    "Pass state_argnums=0 to fully_shard if that is the state, and return it first",
+]
+
+
 @pytest.mark.parametrize(
     "fn, args, parts",
     [
         (lambda x: x * 2, (X,), ["argument 0 ('x'), which comes back as the result,"]),
         (lambda x, w: linear(w, x), (X, ones(16, 8)), ["Pass state_argnums=1 to"]),
         (
-            lambda p, c, t: decode(p, c, t)[1:],
-            (EMBED, CACHE, jnp.arange(8)),
+            lambda t, c, w: decode({"w": w, "embed": w}, c, t)[1:],
+            (TOKENS, CACHE, ones(8, 8)),
             ["('c'), which comes back as result 0, may", "return the parameters too"],
         ),
+        # The first result may be a batch's, next to what is state for certain.
+        (lambda x, p: (x * 2, update(p, MU, x)[0]), (X, P), BOTH),
+        (lambda x, w: (x * 2, linear(w, x)), (X, ones(16, 8)), BOTH),
+        (lambda b, p: ({"x": b["x"] * 2}, update(p, MU, b["x"])[0]), ({"x": X}, P),
+         BOTH),
+        # Or next to nothing that comes back.
+        (lambda x, w: (x @ w @ w.T, 0.0), (X, ones(16, 8)), FIRST),
+        (lambda x, w: (x * 2 + (x @ w).sum(), 0.0), (X, ones(16, 8)), FIRST),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_told_is_asked(fn, args, parts) -> None:
     with pytest.raises(shardfn.ShardingError) as caught:
         meaning(fn, *args)
@@ -304,11 +342,62 @@ def test_a_cache_is_donated_and_keeps_its_split() -> None:
         np.testing.assert_allclose(out, expected, rtol=1e-6)
         np.testing.assert_allclose(mine[1]["k"], plain[1]["k"], rtol=1e-6)
         assert mine[1]["k"].sharding.spec == jax.P("data")
-    assert before[1]["k"].is_deleted() and not CACHE["k"].is_deleted()
+    assert before[1]["k"].is_deleted()
+    assert not any(x.is_deleted() for x in CACHE.values())
 
 
+def test_what_is_read_only_is_stored_like_state_and_not_donated() -> None:
+    """Also leaves that eight devices do not divide, and the state itself."""
+    p = {"w": ones(16, 8) / 7, "b": ones(10)}
+
+    def step(p, t, x):
+        value, g = jax.value_and_grad(loss)(p, x)
+        near = jax.tree.map(lambda a, b: a - b, p, t)
+        return descend(p, jax.tree.map(jnp.add, g, near)), value + loss(t, x)
+
+    sharded = shardfn.fully_shard(step, jax.make_mesh((8,), ("data",)), min_size=0)
+    plain, mine, teacher = p, p, sharded.shard(p)
+    for _ in range(3):
+        plain, value = jax.jit(step)(plain, p, X)
+        mine, out = sharded(mine, teacher, X)
+        np.testing.assert_allclose(out, value, rtol=1e-6)
+        jax.tree.map(np.testing.assert_allclose, sharded.unshard(mine), plain)
+    mine, out = sharded(mine, mine, X)
+    np.testing.assert_allclose(out, jax.jit(step)(plain, plain, X)[1], rtol=1e-6)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(teacher))
+    assert "; read only: argument 1 ('t')" in repr(sharded)
+    gathered = [c for c in sharded.plan(p, p, X).collectives if c.path == "t/w"]
+    assert [c.op for c in gathered] == ["all_gather"]
+    assert sharded.lower(mine, teacher, X).compile() is not None
+
+
+def test_frozen_parameters_with_a_cache() -> None:
+    step = shardfn.fully_shard(
+        pick(decode, 1, 2), jax.make_mesh((8,), ("data",)), min_size=0
+    )
+    params, plain, mine = step.shard(EMBED), CACHE, CACHE
+    for _ in range(3):
+        _, plain, expected = decode(EMBED, plain, TOKENS)
+        before, (mine, out) = mine, step(params, mine, TOKENS)
+        np.testing.assert_allclose(out, expected, rtol=1e-6)
+        np.testing.assert_allclose(mine["k"], plain["k"], rtol=1e-6)
+        assert mine["k"].sharding.spec == jax.P("data")
+    assert before["k"].is_deleted()
+    assert not any(x.is_deleted() for x in jax.tree.leaves(params))
+
+
+GRADIENTS = [
+    (lambda value, g: (g, value), "result 0"),
+    (lambda value, g: (value, g), "result 1"),
+    (lambda value, g: g, "the result"),
+    (lambda value, g: (jax.tree.map(lambda v: v.clip(-1, 1), g), value), "result 0"),
+    (lambda value, g: {"g": jax.tree.map(lambda v: v / 2, g)}, "result ['g']"),
+]
+
+
+@pytest.mark.parametrize("returned, where", GRADIENTS)
 @pytest.mark.parametrize("penalty", [0.0, 0.1])
-def test_a_gradient_is_no_new_state(penalty: float) -> None:
+def test_a_gradient_is_no_new_state(penalty: float, returned, where: str) -> None:
     """Also where a penalty adds a multiple of the parameters to it: what comes back
     would be donated, and a gradient would take its place."""
 
@@ -316,11 +405,32 @@ def test_a_gradient_is_no_new_state(penalty: float) -> None:
         def penalized(p):
             return loss(p, x) + penalty * sum(jnp.sum(v**2) for v in p.values())
 
-        value, g = jax.value_and_grad(penalized)(params)
-        return value, g
+        return returned(*jax.value_and_grad(penalized)(params))
 
     step = shardfn.fully_shard(gradient, jax.make_mesh((8,), ("data",)))
     params = step.shard(P)
-    with pytest.raises(shardfn.ShardingError, match="returns no state"):
+    with pytest.raises(shardfn.ShardingError) as caught:
         step(params, X)
+    for part in (
+        f"returns no state: {where}, which has the form of argument 0 ('params'), is a "
+        "gradient, and no argument comes back updated",
+        "Update the parameters in the step, and return them",
+        "the parameters, too, unchanged: (params, grads)",
+    ):
+        assert part in str(caught.value)
     assert not any(x.is_deleted() for x in jax.tree.leaves(params))
+
+
+def test_a_gradient_summed_over_microbatches_or_devices_is_no_new_state() -> None:
+    def over_devices(p, x):
+        return lax.pmean(jax.grad(loss)(p, x), "data"), 0.0
+
+    def over_microbatches(p, x):
+        def one(total, x):
+            return jax.tree.map(jnp.add, total, jax.grad(loss)(p, x)), 0.0
+
+        return lax.scan(one, jax.tree.map(jnp.zeros_like, p), x.reshape(2, 4, 16))
+
+    for step in (over_devices, over_microbatches):
+        with pytest.raises(shardfn.ShardingError, match="is a gradient"):
+            meaning(step, P, X)
