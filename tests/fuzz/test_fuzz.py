@@ -3,8 +3,8 @@
 Runs 50 programs, the same in every run. `SHARDFN_FUZZ=3000` makes it that many, in
 tests of 50, other ones for every `SHARDFN_SEED`, and prints a failure as the smallest
 program that still fails. `SHARDFN_FIRST=1000` starts at that one, to go on with a run
-that ended; `SHARDFN_LOG` is a file that gets a line per test. What runs is in `LAST`,
-for a failure that ends Python.
+that ended; `SHARDFN_LOG` is a file that gets a line per test, and programs that failed.
+What runs is in `LAST`, for a failure that ends Python.
 """
 
 import collections
@@ -28,6 +28,7 @@ SEED = int(os.environ.get("SHARDFN_SEED", "0"))
 FIRST = int(os.environ.get("SHARDFN_FIRST", "0"))
 LOG = Path(os.environ.get("SHARDFN_LOG", os.devnull))
 CHUNK = 50
+FAILED = "failed"
 LAST = Path(tempfile.gettempdir()) / f"shardfn_fuzz_{os.getpid()}.py"
 
 
@@ -71,12 +72,21 @@ def test_many_random_steps_compute_what_the_plain_ones_do(first: int) -> None:
     @given(programs(calls=10))
     def run(program: Program) -> None:
         LAST.write_text(f"{program!r}\n")
-        verdict = assert_right(program)
+        verdict = FAILED
+        try:
+            verdict = assert_right(program)
+        finally:
+            if verdict == FAILED:
+                log(f"seed {SEED}, from {first}: failed: {program!r}")
         verdicts[verdict] += 1
         assume(verdict == SAME)
 
     run()
     jax.clear_caches()
     each = ", ".join(f"{verdicts[v]} {v}" for v in (SAME, ASKED, UNCLEAR))
+    log(f"seed {SEED}, from {first}: {each}")
+
+
+def log(line: str) -> None:
     with LOG.open("a") as file:
-        file.write(f"seed {SEED}, from {first}: {each}\n")
+        file.write(f"{line}\n")
