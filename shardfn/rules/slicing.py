@@ -175,7 +175,11 @@ def clamped(index: jax.Array, limit: int) -> jax.Array:
 
 
 def _clamped(op: LocalOp, starts: Sequence[jax.Array], sizes: Sequence[int]) -> list:
-    """Starts as JAX moves them, so that the window lies inside."""
+    """Starts as JAX moves them, so that the window lies inside.
+
+    They are passed on so: of a slice that devices then split, XLA makes one slice, and
+    loses where the first was moved to (https://github.com/openxla/xla/issues/49121).
+    """
     limits = (n - m for n, m in zip(shape_of(op.eqn), sizes, strict=True))
     return [clamped(*pair) for pair in zip(starts, limits, strict=True)]
 
@@ -184,16 +188,17 @@ def _dynamic_slice_local(
     op: LocalOp, operand: jax.Array, *starts: jax.Array
 ) -> Sequence[jax.Array]:
     sizes = op.eqn.params["slice_sizes"]
-    x, split = _cut(op, operand, _clamped(op, starts, sizes))
+    places = _clamped(op, starts, sizes)
+    x, split = _cut(op, operand, places)
     local = tuple(
         m if c and not s else n
         for n, m, c, s in zip(x.shape, sizes, _changed(op), split, strict=True)
     )
-    starts = tuple(
-        jnp.zeros_like(start) if s else start
-        for start, s in zip(starts, split, strict=True)
-    )
-    return op.bind(x, *starts, slice_sizes=local)
+    places = [
+        jnp.zeros_like(place) if s else place
+        for place, s in zip(places, split, strict=True)
+    ]
+    return op.bind(x, *places, slice_sizes=local)
 
 
 @register_rule(*primitives("dynamic_slice"), local=_dynamic_slice_local)
@@ -220,10 +225,8 @@ def _dynamic_update_slice_local(
         inside = within if inside is None else inside & within
         update = window(update, d, here, size)
         places[d] = jnp.zeros_like(places[d])
-    if inside is None:
-        return op.bind(operand, update, *starts)
     (updated,) = op.bind(operand, update, *places)
-    return [jnp.where(inside, updated, operand)]
+    return [updated if inside is None else jnp.where(inside, updated, operand)]
 
 
 @register_rule(*primitives("dynamic_update_slice"), local=_dynamic_update_slice_local)

@@ -60,6 +60,20 @@ FOUND = {
         losses=("v1",),
         wrap="remat",
     ),
+    "XLA lost the clamp of a slice that is split over devices": Program(
+        params=(Type((7,)), Type((4, 3))),
+        batch=ROWS,
+        counts=(Type((), "B"),),
+        forward=Block(
+            (
+                Call("slice_any", ("p0", "c0"), (("axis", 0), ("size", 4))),
+                Call("dense", ("v0", "p1")),
+                Call("squash", ("v1",)),
+            ),
+            (),
+        ),
+        losses=("v2",),
+    ),
     "a while loop under vmap has an array for a condition": Program(
         params=(Type((5, 5)), Type((5,))),
         batch=(Type((24, 5)), Type((24,), "i")),
