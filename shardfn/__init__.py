@@ -21,12 +21,12 @@ from shardfn._core.errors import (
 )
 from shardfn._core.errors import UnusedAxisWarning as UnusedAxisWarning
 from shardfn._core.errors import VerificationWarning as VerificationWarning
-from shardfn._core.op_sharding_rule import LocalOp as LocalOp
+from shardfn._core.make_rule import make_rule as make_rule
 from shardfn._core.op_sharding_rule import OpShardingRule as OpShardingRule
 from shardfn._core.op_sharding_rule import factor_names as factor_names
-from shardfn._core.op_sharding_rule import make_rule as make_rule
-from shardfn._core.op_sharding_rule import register_rule as register_rule
 from shardfn._core.processes import assert_processes_agree as assert_processes_agree
+from shardfn._core.rule_registry import LocalOp as LocalOp
+from shardfn._core.rule_registry import register_rule as register_rule
 from shardfn.analysis.collective import Collective as Collective
 from shardfn.analysis.plan import Plan as Plan
 from shardfn.analysis.report import Report as Report

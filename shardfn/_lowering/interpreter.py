@@ -7,9 +7,7 @@ there.
 """
 
 import functools
-import itertools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +19,6 @@ from jax import lax
 from shardfn._core import compat
 from shardfn._core.barrier import barrier
 from shardfn._core.plan import (
-    Ahead,
     Apply,
     BodyPlan,
     Place,
@@ -31,14 +28,10 @@ from shardfn._core.plan import (
     together,
 )
 from shardfn._core.program import Node, Program, aval_of
-from shardfn._core.regions import span
-from shardfn._core.resharding import reshard_path
-from shardfn._core.sharding import Axes, Sharding, axes_of
-from shardfn._lowering.collectives import run_move, varying
-from shardfn._lowering.custom_derivatives import run_custom
+from shardfn._core.sharding import Axes, Sharding
+from shardfn._lowering.control_flow import ControlFlow, typed
 from shardfn._lowering.extremum_jvp import Extreme
 from shardfn._lowering.operations import is_picked, run_op
-from shardfn._lowering.prefetching_scan import Part, scan_ahead
 from shardfn._lowering.reshards import move_along, move_together
 
 Arrays = Sequence[jax.Array]
@@ -67,6 +60,19 @@ def emit(
     """
     with compat.broadcasts_ranks():
         return _Run(program, plan, axes, place, apart).run(args)
+
+
+def _emit_part(
+    program: Program,
+    plan: BodyPlan,
+    args: Sequence[jax.Array | None],
+    axes: Axes,
+    place: Place,
+    apart: frozenset[str],
+) -> list[jax.Array]:
+    """What a plan that runs ahead of a loop exports, from the arguments that are
+    known."""
+    return _Run(program, plan, axes, place, apart).run_part(args)
 
 
 @dataclass(slots=True)
@@ -130,13 +136,9 @@ class _Run:
                 for ref, atom in zip(step.operands, node.inputs, strict=True)
             ]
             known += [self.env.get(ref) for ref in step.imports]
-            made = self.part(step, node, step.bodies[0]).run_part(known)
+            made = self.flow(step, node).part(step.bodies[0], known)
             self.env.update(zip(step.exports, made, strict=True))
         return [self.env[ref] for ref in self.plan.exports]
-
-    def part(self, step: Apply, node: Node, plan: BodyPlan) -> "_Run":
-        place = (*self.place, step.node, 0)
-        return _Run(node.bodies[0], plan, self.axes, place, self.apart)
 
     def read(self, ref: Ref | None, atom: Any) -> jax.Array:
         if ref is not None:
@@ -147,20 +149,10 @@ class _Run:
             self.literals[key] = compat.with_weak_type(value, atom.aval.weak_type)
         return self.literals[key]
 
-    def varies(self, sharding: Sharding) -> tuple[str, ...]:
-        return tuple(
-            bound
-            for axis, state in enumerate(sharding)
-            if state is not None or self.axes.names[axis] in self.apart
-            for bound in self.axes.bound(axis)
-        )
-
     def typed(
         self, x: jax.Array, sharding: Sharding, weak: bool | None = None
     ) -> jax.Array:
-        """`x` varying along the axes that `sharding` is not replicated on."""
-        x = varying(x, *self.varies(sharding))
-        return x if weak is None else compat.with_weak_type(x, weak)
+        return typed(x, sharding, self.axes, self.apart, weak)
 
     # Moves
 
@@ -225,16 +217,14 @@ class _Run:
         if step.after is not None:
             operands[0] = self.waiting(operands[0], step.after)
         with compat.as_user_code(node.eqn):
-            results = {
-                "op": self.op,
-                "scan": self.scan,
-                "while": self.loop,
-                "cond": self.branch,
-                "remat": self.remat,
-                "custom": self.custom,
-                "barrier": self.barrier,
-                "constrain": self.constrain,
-            }[node.kind](step, node, operands)
+            if node.kind == "op":
+                results = self.op(step, node, operands)
+            elif node.kind == "barrier":
+                results = barrier(*operands)
+            elif node.kind == "constrain":
+                results = operands  # moved already
+            else:
+                results = self.flow(step, node).run(operands)
         count = len(node.outputs)
         for value, result, sharding in zip(
             node.outputs, results[:count], step.result_shardings, strict=True
@@ -250,140 +240,17 @@ class _Run:
             self.picked.add(Ref(node.outputs[0]))
         return results
 
-    def constrain(self, step: Apply, node: Node, operands: Arrays) -> Arrays:
-        """The operand has been moved already."""
-        return operands
-
-    def barrier(self, step: Apply, node: Node, operands: Arrays) -> Arrays:
-        return barrier(*operands)
-
-    # Control flow
-
-    def body(self, step: Apply, node: Node, i: int) -> Callable[..., list[jax.Array]]:
-        place, apart, axes = (*self.place, step.node, i), self.apart, self.axes
-        apart |= {axes.names[a] for a in rows_apart(node, step)}
-
-        def run(*args: jax.Array) -> list[jax.Array]:
-            return emit(node.bodies[i], step.bodies[i], args, axes, place, apart)
-
-        return run
-
-    def entering(self, plan: BodyPlan, body: Program, args: Arrays) -> list[jax.Array]:
-        """Arguments of a body with the types that its plan gives them."""
-        return [
-            self.typed(x, sharding, getattr(body.avals[v], "weak_type", None))
-            for x, sharding, v in zip(args, plan.inputs, body.inputs, strict=True)
-        ]
-
-    def remat(self, step: Apply, node: Node, operands: Arrays) -> Arrays:
-        args = self.entering(step.bodies[0], node.bodies[0], operands)
-        imports = [self.env[ref] for ref in step.imports]
-        body, run = node.bodies[0], self.body(step, node, 0)
-        weights = [bool(body.leaf(v)) for v in body.inputs]
-        early = [i in step.early for i in range(len(args))]
-        return compat.bind_remat(node.eqn, run, args, weights, early, imports)
-
-    def custom(self, step: Apply, node: Node, operands: Arrays) -> Arrays:
-        args = self.entering(step.bodies[0], node.bodies[0], operands)
-        run = self.body(step, node, 0)
-        return run_custom(node, step.bodies[0], run, args, self.axes, emit)
-
-    def scan(self, step: Apply, node: Node, operands: Arrays) -> Arrays:
-        (region,), carries = node.regions, node.regions[0].carries
-        run, plan, body = self.body(step, node, 0), step.bodies[0], node.bodies[0]
-        consts = span(operands, region.constants)
-        xs = [*node.sliced(operands), *(self.env[ref] for ref in step.imports)]
-        init = [
-            self.typed(x, s, getattr(body.avals[v], "weak_type", None))
-            for x, s, v in zip(
-                self.started(step, operands, span(region.operands, carries)),
-                span(plan.inputs, carries),
-                span(body.inputs, carries),
-                strict=True,
-            )
-        ]
-        n_carry = len(carries)
-
-        def iteration(carry: Any, x: Any, made: Any = ()) -> tuple[Any, Any]:
-            if node.backward and node.is_unrolled:
-                x = barrier(*x, *carry)[: len(x)]  # or it shares the forward's gathers
-            out = run(*consts, *carry, *x, *made)
-            return tuple(out[:n_carry]), tuple(out[n_carry:])
-
-        def taken_ahead(ahead: Ahead) -> Part:
-            used = {ref for s in ahead.part.steps for ref in reads(s)}
-            slices = span(body.inputs, region.slices)
-            scanned = (*map(Ref, slices), *ahead.part.imports)
-            return Part(
-                ahead.lead,
-                lambda slices: self.part(step, node, ahead.part).run_part(
-                    [*consts, *[None] * n_carry, *slices]
-                ),
-                frozenset(i for i, ref in enumerate(scanned) if ref in used),
-            )
-
-        run_scan = lax.scan
-        if step.ahead:
-            parts = list(map(taken_ahead, step.ahead))
-            run_scan = functools.partial(scan_ahead, parts=parts)
-        apart = rows_apart(node, step)
-        names = tuple(name for i in apart for name in self.axes.bound(i))
-        init = [varying(x, *names) for x in init]
-        keys = "length", "reverse", "unroll"
-        params = {key: node.eqn.params[key] for key in keys}
-        params["length"] //= math.prod(self.axes.sizes[i] for i in apart)
-        if step.ahead:  # outside of the loop it would drop what is gathered too much
-            params["unroll"] = math.gcd(params["length"], params["unroll"])
-        carry, ys = run_scan(iteration, init=tuple(init), xs=tuple(xs), **params)
-        if apart:  # what an iteration does not change is no row's own
-            carry = [
-                x if sharding[apart[0]] is None else c
-                for c, x, sharding in zip(
-                    carry,
-                    span(operands, carries),
-                    span(step.operand_shardings, carries),
-                    strict=True,
-                )
-            ]
-        return [*carry, *ys]
-
-    def started(self, step: Apply, operands: Arrays, carries: Sequence[int]) -> Arrays:
-        """What a loop starts from. A literal that it sums up from is one term alone."""
-        out = []
-        for i in carries:
-            x, end = operands[i], step.operand_shardings[i]
-            if step.operands[i] is None:
-                path = reshard_path(self.axes.replicated, end, x.shape, self.axes)
-                for before, after in itertools.pairwise(path):
-                    x = run_move(x, x.shape, before, after, self.axes)
-            out.append(x)
-        return out
-
-    def loop(self, step: Apply, node: Node, operands: Arrays) -> Arrays:
-        test, run = self.body(step, node, 0), self.body(step, node, 1)
-        tested, looped = node.regions
-        given = looped.entering(operands)
-        tests = span(tested.entering(operands), tested.constants)
-        consts = span(given, looped.constants)
-        args = self.entering(step.bodies[1], node.bodies[1], given)
-        out = lax.while_loop(
-            lambda carry: test(*tests, *carry)[0],
-            lambda carry: tuple(run(*consts, *carry)),
-            tuple(span(args, looped.carries)),
+    def flow(self, step: Apply, node: Node) -> ControlFlow:
+        return ControlFlow(
+            node=node,
+            step=step,
+            imports=[self.env[ref] for ref in step.imports],
+            axes=self.axes,
+            place=self.place,
+            apart=self.apart,
+            emit=emit,
+            emit_part=_emit_part,
         )
-        return list(out)
-
-    def branch(self, step: Apply, node: Node, operands: Arrays) -> Arrays:
-        given = node.regions[0].entering(operands)
-        args = self.entering(step.bodies[0], node.bodies[0], given)
-        branches = [self.body(step, node, i) for i in range(len(node.bodies))]
-        return lax.switch(operands[0], branches, *args)
-
-
-def rows_apart(node: Node, step: Apply) -> tuple[int, ...]:
-    """Indices of the mesh axes along which devices scan different rows."""
-    scanned = node.sliced(step.operand_shardings)
-    return axes_of(scanned[0], 0) if scanned else ()
 
 
 def _last_uses(plan: BodyPlan) -> dict[int, list[Ref]]:

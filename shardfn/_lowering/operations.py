@@ -16,14 +16,13 @@ from jax.sharding import PartitionSpec
 
 from shardfn._core import compat
 from shardfn._core.op_sharding_rule import (
-    LocalOp,
     OpShardingRule,
     flat_factor_start,
     is_flat_factor,
-    run_local,
 )
 from shardfn._core.plan import Apply
 from shardfn._core.program import Node, Program, aval_of
+from shardfn._core.rule_registry import LocalOp, run_local
 from shardfn._core.sharding import Axes, Unreduced, local_shape
 from shardfn._lowering.extremum_jvp import Extreme, extreme_of
 from shardfn.storage._padding import is_inside

@@ -19,9 +19,10 @@ from shardfn._core.automatic_axes import (
     free_of,
     full,
 )
-from shardfn._core.op_sharding_rule import OpShardingRule, rule_of
+from shardfn._core.op_sharding_rule import OpShardingRule
 from shardfn._core.plan import Apply, BodyPlan, Reshard
 from shardfn._core.program import Atom, Node, Program, aval_of
+from shardfn._core.rule_registry import rule_of
 from shardfn._core.sharding import Unreduced
 from shardfn._core.sizes import elements
 

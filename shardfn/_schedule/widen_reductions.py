@@ -18,9 +18,9 @@ from shardfn._core import compat
 from shardfn._core.control import Control
 from shardfn._core.equation_key import looks_of
 from shardfn._core.leaves import Names
-from shardfn._core.op_sharding_rule import rule_of
 from shardfn._core.plan import Apply, BodyPlan, Reshard
 from shardfn._core.program import Atom, Node, Program, live
+from shardfn._core.rule_registry import rule_of
 from shardfn._core.sharding import is_unreduced
 from shardfn._schedule.wire_dtypes import is_narrower, sums_gradient
 

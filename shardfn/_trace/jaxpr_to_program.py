@@ -17,9 +17,10 @@ from jax.extend.core import Literal
 from shardfn._core import compat, regions
 from shardfn._core.constraint import constrain_p
 from shardfn._core.equation_key import looks_of
-from shardfn._core.op_sharding_rule import OpShardingRule, rule_of
+from shardfn._core.op_sharding_rule import OpShardingRule
 from shardfn._core.program import LITERAL, VALUE, ZERO, Atom, Node, Program, live
 from shardfn._core.regions import Region
+from shardfn._core.rule_registry import rule_of
 from shardfn._trace.iota_indexing import Counts
 from shardfn._trace.passes import Argument, mark_passes
 from shardfn._trace.row_shifts import Pieces

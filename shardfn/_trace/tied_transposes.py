@@ -13,8 +13,8 @@ from jax import lax
 
 from shardfn._core import compat
 from shardfn._core.equation_key import looks_of
-from shardfn._core.op_sharding_rule import rule_of
 from shardfn._core.program import Node, Program, aval_of, live
+from shardfn._core.rule_registry import rule_of
 
 USES = (lax.dot_general_p, lax.gather_p)
 """What a whole weight is gathered for."""

@@ -5,12 +5,12 @@ results belong together. What the author of a rule needs is public here: see the
 Custom primitives. Imports `_core`.
 """
 
-from shardfn._core.op_sharding_rule import LocalOp as LocalOp
+from shardfn._core.make_rule import make_rule as make_rule
 from shardfn._core.op_sharding_rule import OpShardingRule as OpShardingRule
 from shardfn._core.op_sharding_rule import factor_names as factor_names
-from shardfn._core.op_sharding_rule import make_rule as make_rule
-from shardfn._core.op_sharding_rule import register_rule as register_rule
-from shardfn._core.op_sharding_rule import rule_of as rule_of
+from shardfn._core.rule_registry import LocalOp as LocalOp
+from shardfn._core.rule_registry import register_rule as register_rule
+from shardfn._core.rule_registry import rule_of as rule_of
 from shardfn.rules import casting as casting
 from shardfn.rules import contraction as contraction
 from shardfn.rules import elementwise as elementwise

@@ -12,13 +12,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardfn._core.compat import primitives
-from shardfn._core.op_sharding_rule import (
-    LocalOp,
-    OpShardingRule,
-    factor_names,
-    make_rule,
-    register_rule,
-)
+from shardfn._core.make_rule import make_rule
+from shardfn._core.op_sharding_rule import OpShardingRule, factor_names
+from shardfn._core.rule_registry import LocalOp, register_rule
 from shardfn.rules._factors import result_shape, shape_of
 from shardfn.rules.elementwise import elementwise_rule
 

@@ -9,12 +9,9 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from shardfn._core.compat import beta_types_vary, primitives
-from shardfn._core.op_sharding_rule import (
-    OpShardingRule,
-    factor_names,
-    make_rule,
-    register_rule,
-)
+from shardfn._core.make_rule import make_rule
+from shardfn._core.op_sharding_rule import OpShardingRule, factor_names
+from shardfn._core.rule_registry import register_rule
 from shardfn.rules._factors import dtype_of, result_dtype, result_shape, shape_of
 
 _NONLINEAR = (

@@ -13,12 +13,9 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from shardfn._core.compat import primitives
-from shardfn._core.op_sharding_rule import (
-    LocalOp,
-    OpShardingRule,
-    make_rule,
-    register_rule,
-)
+from shardfn._core.make_rule import make_rule
+from shardfn._core.op_sharding_rule import OpShardingRule
+from shardfn._core.rule_registry import LocalOp, register_rule
 from shardfn.rules._factors import (
     dtype_of,
     fresh_names,

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from jax.extend.core import JaxprEqn
 
 from shardfn._core.compat import primitives
-from shardfn._core.op_sharding_rule import OpShardingRule, make_rule, register_rule
+from shardfn._core.make_rule import make_rule
+from shardfn._core.op_sharding_rule import OpShardingRule
+from shardfn._core.rule_registry import register_rule
 from shardfn.rules._factors import (
     fresh_names,
     operand_shapes,

@@ -14,13 +14,9 @@ from jax.extend.core import JaxprEqn
 from jax.extend.random import threefry2x32_p
 
 from shardfn._core.compat import primitives, varying_axes
-from shardfn._core.op_sharding_rule import (
-    LocalOp,
-    OpShardingRule,
-    factor_names,
-    make_rule,
-    register_rule,
-)
+from shardfn._core.make_rule import make_rule
+from shardfn._core.op_sharding_rule import OpShardingRule, factor_names
+from shardfn._core.rule_registry import LocalOp, register_rule
 from shardfn.rules._factors import (
     dtype_of,
     operand_shapes,

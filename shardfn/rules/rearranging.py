@@ -11,13 +11,9 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from shardfn._core.compat import primitives
-from shardfn._core.op_sharding_rule import (
-    LocalOp,
-    OpShardingRule,
-    factor_names,
-    make_rule,
-    register_rule,
-)
+from shardfn._core.make_rule import make_rule
+from shardfn._core.op_sharding_rule import OpShardingRule, factor_names
+from shardfn._core.rule_registry import LocalOp, register_rule
 from shardfn._core.shift import shift_p, shifted_whole
 from shardfn.rules._factors import (
     fresh_names,

@@ -6,12 +6,9 @@ In: an equation that orders the elements of one dimension. Out: its rule.
 from jax.extend.core import JaxprEqn
 
 from shardfn._core.compat import primitives
-from shardfn._core.op_sharding_rule import (
-    OpShardingRule,
-    factor_names,
-    make_rule,
-    register_rule,
-)
+from shardfn._core.make_rule import make_rule
+from shardfn._core.op_sharding_rule import OpShardingRule, factor_names
+from shardfn._core.rule_registry import register_rule
 from shardfn.rules._factors import shape_of
 
 

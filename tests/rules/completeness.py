@@ -13,7 +13,8 @@ import numpy as np
 from harness import Split, Value, as_numpy, evaluate, same
 from jax.extend.core import JaxprEqn
 
-from shardfn._core.op_sharding_rule import REDUCERS, OpShardingRule, rule_of
+from shardfn._core.op_sharding_rule import REDUCERS, OpShardingRule
+from shardfn._core.rule_registry import rule_of
 
 
 def needlessly_whole(eqn: JaxprEqn, values: Sequence[Value]) -> list[str]:

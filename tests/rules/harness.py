@@ -19,12 +19,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardfn.rules  # noqa: F401
 from shardfn._core.compat import CUSTOM, inlined_body, open_jaxpr, varying_axes
-from shardfn._core.op_sharding_rule import (
-    LocalOp,
-    OpShardingRule,
-    rule_of,
-    run_local,
-)
+from shardfn._core.op_sharding_rule import OpShardingRule
+from shardfn._core.rule_registry import LocalOp, rule_of, run_local
 
 Value = Any
 COMBINE: dict[str, Callable[[np.ndarray], np.ndarray]] = {

@@ -8,7 +8,7 @@ import pytest
 from completeness import needlessly_nonlinear, needlessly_whole, wrongly_linear
 from harness import assert_every_factor_matches_unsharded, equation_of, integers
 
-from shardfn._core.op_sharding_rule import rule_of
+from shardfn._core.rule_registry import rule_of
 
 
 @dataclasses.dataclass(frozen=True)

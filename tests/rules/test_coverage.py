@@ -7,7 +7,7 @@ from jax.extend.core import Primitive, primitives
 
 import shardfn._core.compat
 import shardfn.rules
-from shardfn._core.op_sharding_rule import _registry
+from shardfn._core.rule_registry import _registry
 
 CONTROL_FLOW = "recursed into, its body has rules"
 COLLECTIVE = "the step itself says where devices meet"

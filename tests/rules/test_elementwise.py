@@ -19,7 +19,7 @@ from jax.extend.core import JaxprEqn, Primitive
 from table import Row, table
 
 from shardfn._core.compat import beta_types_vary, primitives
-from shardfn._core.op_sharding_rule import rule_of
+from shardfn._core.rule_registry import rule_of
 
 EACH = ({0}, {1})
 ALL = ({0, 1},)

@@ -7,7 +7,7 @@ from completeness import needlessly_nonlinear, needlessly_whole, wrongly_linear
 from harness import assert_every_factor_matches_unsharded, equation_of, integers
 from jax import lax
 
-from shardfn._core import op_sharding_rule
+from shardfn._core import rule_registry
 
 SUM = frozenset({0})
 
@@ -15,11 +15,11 @@ SUM = frozenset({0})
 def broken(monkeypatch, fn, *args, **changes):
     """The equation of `fn`, whose rule has some fields replaced."""
     eqn, values = equation_of(fn, *args)
-    entry = op_sharding_rule._registry[eqn.primitive]
+    entry = rule_registry._registry[eqn.primitive]
     wrong = dataclasses.replace(
         entry, rule=lambda e: dataclasses.replace(entry.rule(e), **changes)
     )
-    monkeypatch.setitem(op_sharding_rule._registry, eqn.primitive, wrong)
+    monkeypatch.setitem(rule_registry._registry, eqn.primitive, wrong)
     return eqn, values
 
 

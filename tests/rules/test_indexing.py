@@ -7,7 +7,7 @@ from harness import equation_of, integers
 from jax import lax
 from table import Row, table
 
-from shardfn._core.op_sharding_rule import rule_of
+from shardfn._core.rule_registry import rule_of
 
 ROWS = np.array([[3], [0], [7], [2], [3], [6]], np.int32)
 SOME = np.array([[3], [0], [7], [2]], np.int32)

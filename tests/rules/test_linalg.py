@@ -11,7 +11,7 @@ from table import Row, table
 
 import shardfn
 from shardfn._core.compat import primitives
-from shardfn._core.op_sharding_rule import rule_of
+from shardfn._core.rule_registry import rule_of
 
 MATRICES = integers((5, 3, 3)) + 4 * np.eye(3, dtype=np.float32)
 POSITIVE = (MATRICES @ MATRICES.transpose(0, 2, 1)).astype(np.float32)

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from table import Row, table
 
 from shardfn._core.compat import primitives
-from shardfn._core.op_sharding_rule import LocalOp, rule_of, run_local
+from shardfn._core.rule_registry import LocalOp, rule_of, run_local
 from shardfn.rules.random import _block_counts, _times
 
 KEY = jax.random.key(3)

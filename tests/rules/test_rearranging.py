@@ -14,7 +14,7 @@ from jax import lax
 from table import Row, table
 
 from shardfn._core.compat import primitives
-from shardfn._core.op_sharding_rule import rule_of
+from shardfn._core.rule_registry import rule_of
 from shardfn._core.shift import shift
 
 EACH = ({0},)

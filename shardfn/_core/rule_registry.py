@@ -1,0 +1,136 @@
+"""The op sharding rules of all primitives.
+
+In: a `JaxprEqn`. Out: its rule, one per primitive, and how one device runs the op.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.extend.core import JaxprEqn, Primitive
+
+from shardfn._core import compat
+from shardfn._core.op_sharding_rule import (
+    Dim,
+    OpShardingRule,
+    flat_factor_start,
+    is_flat_factor,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalOp:
+    """One equation as one device runs it: the equation, its rule, and what is split.
+
+    Attributes:
+      eqn: the equation as traced, on global shapes.
+      rule: its rule.
+      parts: `(factor, (axis name, ...), number of blocks)` for every split factor; the
+        factor is `*k` when the dimensions from `k` on are flattened and split.
+      result_shapes: local shapes of the results.
+    """
+
+    eqn: JaxprEqn
+    rule: OpShardingRule
+    parts: tuple[tuple[str, tuple[str, ...], int], ...]
+    result_shapes: tuple[tuple[int, ...], ...]
+
+    def bind(self, *operands: jax.Array, **params: Any) -> Sequence[jax.Array]:
+        """Runs the primitive on local operands, some parameters replaced."""
+        operands = tuple(compat.varying_alike(operands))
+        out = self.eqn.primitive.bind(*operands, **{**self.eqn.params, **params})
+        return out if self.eqn.primitive.multiple_results else [out]
+
+    def size(self, factor: str) -> int:
+        """Local size of `factor`."""
+        for name, _, count in self.parts:
+            if name == factor:
+                return -(-self.rule.size(factor) // count)
+        return self.rule.size(factor)
+
+    def local_size(self, dim: Dim) -> int:
+        """Local size of a dimension made of these factors."""
+        return math.prod(map(self.size, dim))
+
+    def start(self, factor: str) -> jax.Array | int:
+        """Global index of this device's first element of `factor`; 0 if it is whole."""
+        for name, axis_names, _ in self.parts:
+            if name == factor:
+                return jax.lax.axis_index(axis_names) * self.size(factor)
+        return 0
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether the operands are blocks of flattened arrays."""
+        return any(is_flat_factor(name) for name, _, _ in self.parts)
+
+    @property
+    def flat_axes(self) -> tuple[int, ...]:
+        """All dimensions of the local operands, where those are flattened."""
+        (start,) = (flat_factor_start(name) for name, _, _ in self.parts)
+        return tuple(range(start + 1))
+
+
+RuleFn = Callable[[JaxprEqn], OpShardingRule]
+
+
+LocalFn = Callable[..., Sequence[jax.Array]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    rule: RuleFn
+    local: LocalFn
+
+
+_registry: dict[Primitive, _Entry] = {}
+
+
+def register_rule(
+    *primitives: Primitive, local: LocalFn = LocalOp.bind
+) -> Callable[[RuleFn], RuleFn]:
+    """Registers the op sharding rule of some primitives.
+
+    Args:
+      primitives: the primitives that share the rule.
+      local: how one device runs the op, `(op: LocalOp, *local_operands) -> results`.
+        The default binds the primitive with unchanged parameters; give one if a
+        parameter spells out a shape or the result depends on where the block lies.
+
+    Returns:
+      A decorator for a function from an equation to its `OpShardingRule`.
+
+    Example:
+      >>> from jax.extend.core import Primitive
+      >>> distances_p = Primitive("distances")  # [B, D], [N, D] -> [B, N]
+      >>> @register_rule(distances_p)
+      ... def rule(eqn):
+      ...     return make_rule(eqn, ["bd", "nd"], ["bn"], reduce="d")
+    """
+
+    def register(rule: RuleFn) -> RuleFn:
+        for primitive in primitives:
+            _registry[primitive] = _Entry(rule, local)
+        return rule
+
+    return register
+
+
+def rule_of(eqn: JaxprEqn) -> OpShardingRule | None:
+    """Looks up what is registered.
+
+    Args:
+      eqn: an equation, such as one of `jax.make_jaxpr(f)(x).eqns`.
+
+    Returns:
+      The rule of the equation, or None if its primitive has none.
+    """
+    entry = _registry.get(eqn.primitive)
+    return entry.rule(eqn) if entry else None
+
+
+def run_local(op: LocalOp, *operands: jax.Array) -> Sequence[jax.Array]:
+    """Runs one op on one device's blocks."""
+    return _registry[op.eqn.primitive].local(op, *operands)
