@@ -229,7 +229,10 @@ class Builder:
     def result_types(self, call: Call, args: Sequence[Value]) -> list[Type]:
         run = {name: op.run for name, op in self.table.items()}
         avals = {a.name: a.type.aval for a in args}
-        out = jax.eval_shape(lambda env: list(run_call(call, env, run)), avals)
+        try:
+            out = jax.eval_shape(lambda env: list(run_call(call, env, run)), avals)
+        except OverflowError:  # JAX compares an index of int8 with a size of 240
+            raise NotPossible from None
         return [Type.of(x) for x in out]
 
     def grow(self, names: Sequence[str], count: int) -> None:

@@ -113,16 +113,20 @@ def look(state: Any, batch: Any, other: Any) -> Any:
 
 
 def look_alike(program: Program, whole: Any, state: Any) -> tuple[Any, Any]:
-    """What `look` says of the whole state, and sharded of the stored one."""
+    """What `look` says of the whole state, and sharded of the stored one.
+
+    The second is taken for a state that is read only, or said to be of the batch.
+    """
     layout = MESHES[program.mesh]
     rows = np.ones((layout.divides * 2,), np.float32)
+    among_batch = {"state_argnums": 0, "batch_spec": (None, PartitionSpec())}
     step = shardfn.fully_shard(
         look,
         layout.mesh,
         axis=layout.axis,
         min_size=program.min_size,
         donate=False,
-        batch_spec=(None, PartitionSpec()),
+        **(among_batch if program.form == "state" else {}),
     )
     return jax.jit(look)(whole, rows, whole)[1], step(state, rows, state)[1]
 
