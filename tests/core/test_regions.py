@@ -17,7 +17,7 @@ from shardfn._core.program import Node, aval_of
 from shardfn._trace.jaxpr_to_program import make_program
 
 PACKAGE = Path(shardfn.__file__).parent
-KNOW_THE_LAYOUT = ("_core/regions.py", "_core/compat.py", "_trace/jaxpr_to_program.py")
+KNOW_THE_LAYOUT = ("_core/regions.py", "_core/compat", "_trace/jaxpr_to_program.py")
 COUNTS = (
     "num_consts",
     "num_carry",
@@ -127,7 +127,7 @@ def test_nothing_else_knows_how_operands_lie() -> None:
     flow for its index."""
     for file in sorted(PACKAGE.rglob("*.py")):
         name = file.relative_to(PACKAGE).as_posix()
-        if name in KNOW_THE_LAYOUT:
+        if name.startswith(KNOW_THE_LAYOUT):
             continue
         for node in ast.walk(ast.parse(file.read_text())):
             word = getattr(node, "attr", getattr(node, "id", None))

@@ -1,0 +1,119 @@
+"""Arrays and their types.
+
+In: arrays with values, or tracers. Out: which they are, their weak types, and the
+manual axes that they vary over.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import core as core_types
+from jax import numpy as jnp
+from jax._src import config as _config
+from jax._src import core as _core
+from jax._src import dtypes as _dtypes
+from jax._src.interpreters import mlir as _mlir
+from jax._src.interpreters import pxla as _pxla
+
+from shardfn._core.compat.platforms import bound_platform, dtypes_without_sum
+
+CONCRETE_ARRAYS = tuple(
+    t
+    for name in ("ArrayImpl", "PRNGKeyArray")
+    for t in jax.Array.__subclasses__()
+    if t.__name__ == name
+)
+"""The types of arrays that have values, not tracers: of numbers, and of PRNG keys."""
+
+
+def abstract(aval: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
+    """What to trace on for an argument like `aval`, perhaps typed by a sharding."""
+    weak = getattr(aval, "weak_type", False)
+    return jax.ShapeDtypeStruct(
+        aval.shape, aval.dtype, weak_type=weak, sharding=sharding
+    )
+
+
+def varying_axes(x: jax.Array) -> frozenset[str]:
+    """The manual mesh axes over which the type of `x` says that it varies."""
+    return frozenset(jax.typeof(x).manual_axis_type.varying)  # pyright: ignore
+
+
+def checks_types() -> bool:
+    """Whether the `shard_map` around checks over which mesh axes values vary."""
+    return bool(_config._check_vma.value)
+
+
+def varying_alike(operands: Sequence[jax.Array]) -> list[jax.Array]:
+    """`operands` cast to vary along the same mesh axes, as primitives demand."""
+    axes = [varying_axes(x) for x in operands]
+    every = frozenset().union(*axes)
+    return [
+        cast_varying(x, tuple(sorted(every - own)))
+        for x, own in zip(operands, axes, strict=True)
+    ]
+
+
+def cast_varying(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
+    """`x` cast to vary along the mesh axes `names` too.
+
+    Its derivative sums cotangents over these, in float32 where the compiler cannot sum
+    those of its own dtype.
+    """
+    if not names:
+        return x
+    if str(x.dtype) not in dtypes_without_sum(*bound_platform()):
+        return jax.lax.pcast(x, names, to="varying")
+    wide = jax.lax.convert_element_type(x, jnp.float32)
+    wide = jax.lax.pcast(wide, names, to="varying")
+    return with_weak_type(jax.lax.convert_element_type(wide, x.dtype), x.weak_type)  # pyright: ignore
+
+
+def with_weak_type(x: jax.Array, weak: bool) -> jax.Array:
+    """`x` with its weak type set to `weak`."""
+    from jax._src.lax import lax as lax_internal
+
+    if x.weak_type == weak:  # pyright: ignore
+        return x
+    out: Any = lax_internal._convert_element_type(x, x.dtype, weak_type=weak)
+    return out
+
+
+def is_key(dtype: Any) -> bool:
+    """Whether this is the dtype of PRNG keys."""
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def is_traced(x: Any) -> bool:
+    """Whether `x` is a tracer, which has no values yet."""
+    return isinstance(x, core_types.Tracer)
+
+
+def register_array(cls: type, whole: Callable[[Any], jax.Array]) -> None:
+    """Makes JAX take objects of a class for arrays, as it does its own PRNG keys.
+
+    Args:
+      cls: a subclass of `jax.Array` with an attribute `aval`.
+      whole: what makes one an array of JAX's own.
+    """
+
+    def shard(xs: Any, shardings: Any, layouts: Any, copies: Any) -> Any:
+        return _pxla.shard_args(shardings, layouts, copies, list(map(whole, xs)))
+
+    def constant(val: Any, aval: Any) -> Any:
+        return _mlir.get_constant_handler(CONCRETE_ARRAYS[0])(whole(val), aval)
+
+    _core.pytype_aval_mappings[cls] = lambda x: x.aval
+    _pxla.shard_arg_handlers[cls] = shard
+    _mlir.register_constant_handler(cls, constant)
+    if hasattr(_dtypes, "register_canonicalize_value_handler"):
+        _dtypes.register_canonicalize_value_handler(cls, None)
+    else:
+        _dtypes.canonicalize_value_handlers[cls] = lambda x: x
+
+
+def aval_of(x: jax.ShapeDtypeStruct) -> Any:
+    """The type that JAX gives an array of this shape, dtype and sharding."""
+    aval = _core.ShapedArray(x.shape, x.dtype, weak_type=x.weak_type)
+    return _core.update_aval_with_sharding(aval, x.sharding)

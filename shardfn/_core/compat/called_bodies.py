@@ -1,0 +1,125 @@
+"""What equations call.
+
+In: an equation. Out: its body, if running that is the same as running the equation:
+calls that are inlined, `pjit`, functions with derivatives of their own, sparse arrays.
+"""
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import numpy as jnp
+from jax._src import core as _core
+from jax.extend import core
+from jax.extend.core import JaxprEqn
+
+from shardfn._core.compat.arrays import abstract
+from shardfn._core.compat.jaxprs import close_jaxpr
+from shardfn._core.compat.source_lines import as_user_code
+
+_INLINED = ("jit", "closed_call", "core_call", "eval_jaxpr")
+
+CUSTOM = ("custom_jvp_call", "custom_vjp_call")
+"""Calls of functions with derivatives of their own."""
+
+_POSITIONAL = {"psum": jnp.sum, "pmax": jnp.max, "pmin": jnp.min}
+
+# jax.experimental.sparse: primitives that it writes out in terms of others.
+_SPARSE = ("bcoo", "bcsr", "coo", "csr")
+
+
+def inlined_body(eqn: JaxprEqn) -> Any | None:
+    """What an equation that is no operation of its own stands for, else None.
+
+    That is the body of a call (jit, ...), of a solve whose derivative is known (the
+    solver itself), and of a while loop under `jax.vmap`, whose condition is an array;
+    of a `jax.device_put` of a pytree, one for every leaf.
+    """
+    name = eqn.primitive.name
+    if name in _INLINED:
+        params = eqn.params
+        return params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
+    if name == "while" and close_jaxpr(eqn.params["cond_jaxpr"]).out_avals[0].shape:
+        return _traced(eqn, lambda *xs: _loop_while_any(eqn, xs))
+    if name == "device_put" and len(eqn.invars) > 1:
+        return _traced(eqn, lambda *xs: _put_each(eqn, xs))
+    if name == "custom_linear_solve":
+        return _traced(eqn, lambda *xs: _solve(eqn, xs))
+    if name == "call_hi_primitive":
+        prim = eqn.params["_prim"]
+        return _traced(
+            eqn, lambda *xs: prim.expand(*jax.tree.unflatten(prim.in_tree, xs))
+        )
+    if name in _POSITIONAL and all(isinstance(d, int) for d in eqn.params["axes"]):
+        # A collective over dimensions, which `jax.vmap` makes: a reduction of them.
+        reduce, axes = _POSITIONAL[name], eqn.params["axes"]
+        return _traced(eqn, lambda *xs: [reduce(x, axis=axes) for x in xs])
+    if name.partition("_")[0] in _SPARSE:
+        run = _sparse(name)
+        return _traced(eqn, lambda *xs: run(*xs, **eqn.params)) if run else None
+    return None
+
+
+def called_body(eqn: JaxprEqn) -> Any | None:
+    """The body of a call (jit, ...), None of other equations."""
+    return inlined_body(eqn) if eqn.primitive.name in _INLINED else None
+
+
+def calling(closed: Any, eqn: JaxprEqn) -> JaxprEqn:
+    """A call of a closed jaxpr in the place of `eqn`."""
+    return eqn.replace(
+        primitive=_core.closed_call_p,
+        params={"call_jaxpr": closed},
+        effects=closed.effects,
+    )
+
+
+def _traced(eqn: JaxprEqn, fn: Callable[..., Any]) -> Any:
+    """The jaxpr of `fn` on the operands of `eqn`."""
+    avals = [abstract(v.aval) for v in eqn.invars]
+    with as_user_code(eqn):
+        return jax.make_jaxpr(fn)(*avals)
+
+
+def _loop_while_any(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+    """A loop that goes on while any element of its condition holds, and changes only
+    what belongs to those elements, as one with a scalar condition."""
+    test = core.jaxpr_as_fun(close_jaxpr(eqn.params["cond_jaxpr"]))
+    body = core.jaxpr_as_fun(close_jaxpr(eqn.params["body_jaxpr"]))
+    start = eqn.params["cond_nconsts"]
+    end = start + eqn.params["body_nconsts"]
+    tested, used = operands[:start], operands[start:end]
+
+    def iteration(carry: Sequence[Any]) -> list[Any]:
+        (on,) = test(*tested, *carry)
+        spread = [on.reshape(on.shape + (1,) * (x.ndim - on.ndim)) for x in carry]
+        new = body(*used, *carry)
+        return [jnp.where(*c) for c in zip(spread, new, carry, strict=True)]
+
+    return jax.lax.while_loop(
+        lambda carry: jnp.any(test(*tested, *carry)[0]), iteration, list(operands[end:])
+    )
+
+
+def _put_each(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+    """Moves operands one by one, since they have no dimension in common."""
+    each: list[Any] = []
+    for i, x in enumerate(operands):
+        params = {name: value[i : i + 1] for name, value in eqn.params.items()}
+        each += eqn.primitive.bind(x, **params)
+    return each
+
+
+def _solve(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+    """Runs the solver of `lax.custom_linear_solve` on its constants and the right
+    sides."""
+    lengths = eqn.params["const_lengths"]
+    start, end = lengths.matvec + lengths.vecmat, sum(lengths)
+    taken = (*operands[start : start + lengths.solve], *operands[end:])
+    return core.jaxpr_as_fun(close_jaxpr(eqn.params["jaxprs"].solve))(*taken)
+
+
+def _sparse(name: str) -> Callable[..., Any] | None:
+    module = f"jax.experimental.sparse.{name.partition('_')[0]}"
+    return getattr(importlib.import_module(module), f"_{name}_impl", None)

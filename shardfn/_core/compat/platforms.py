@@ -1,0 +1,53 @@
+"""Platforms and processes.
+
+In: the devices that are there. Out: what their compilers do and cannot do.
+"""
+
+from typing import Any
+
+import jax
+from jax._src import distributed as _distributed
+from jax.sharding import AxisType
+
+
+def platform_of(compiled: jax.stages.Compiled) -> str:
+    """What a program was compiled for, such as "cpu"; "" if nothing comes in or out."""
+    ends = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    return next((d.platform for end in ends for d in end.device_set), "")
+
+
+def merges_gathers(platform: str) -> bool:
+    """Whether the compiler for a platform merges equal operations that an optimization
+    barrier keeps apart: XLA for CPUs did, in straight-line code."""
+    return platform == "cpu" and jax.__version_info__ < (0, 11)
+
+
+def dtypes_without_sum(platform: str, has_automatic_axes: bool) -> tuple[str, ...]:
+    """The dtypes whose sums over manual mesh axes end the process in the compiler.
+
+    XLA's CPU compiler promotes all-reduces and reduce-scatters of bfloat16, and fails
+    on the computation that JAX gives them where other mesh axes, even of one device,
+    are automatic. It does all other dtypes, and all other collectives of bfloat16.
+    """
+    return ("bfloat16",) if platform == "cpu" and has_automatic_axes else ()
+
+
+def bound_platform() -> tuple[str, bool]:
+    """The platform that the surrounding `shard_map` is for, as far as JAX knows it, and
+    whether some axes of its mesh are automatic."""
+    mesh = jax.sharding.get_abstract_mesh()
+    device = getattr(mesh, "abstract_device", None)
+    platform = getattr(device, "platform", None) or jax.default_backend()
+    return platform, bool(automatic_axes())
+
+
+def automatic_axes() -> frozenset[str]:
+    """The mesh axes that are automatic in the surrounding `shard_map`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    each = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return frozenset(name for name, kind in each if kind is not AxisType.Manual)
+
+
+def distributed_client() -> Any:
+    """What `jax.distributed` connects this process to the others with, or None."""
+    return _distributed.global_state.client
