@@ -124,6 +124,74 @@ def test_imports_are_found() -> None:
     assert "analysis._gpus" in imported("analysis.targets")
 
 
+OPTIONAL = ("flax", "optax", "chex", "equinox", "haiku")
+"""What programs are written with, and no program has to be."""
+
+
+def test_only_one_module_knows_of_libraries_that_may_be_missing() -> None:
+    """It imports nothing either: who has an object of a library has imported it."""
+    found = [
+        f"{name}:{node.lineno}"
+        for name, tree in MODULES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for module in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or ""]
+        )
+        if module.split(".")[0] in OPTIONAL
+    ]
+    assert found == []
+    asked = [name for name, text in FILES.items() if "sys.modules" in text.read_text()]
+    assert set(asked) == {"_core.optional", "_api.cli"}, (
+        "the user's own, for the latter"
+    )
+
+
+WITHOUT = """
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in LIBRARIES:
+            raise ImportError(f"{name} is not installed here")
+
+sys.meta_path.insert(0, Missing())
+
+import jax
+import jax.numpy as jnp
+
+import shardfn
+from shardfn.testing import assert_parity
+
+jax.config.update("jax_num_cpu_devices", 2)
+mesh = jax.make_mesh((2,), ("data",))
+
+def train_step(w, x):
+    loss, grad = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+    return w - 0.1 * grad, loss
+
+step = shardfn.fully_shard(train_step, mesh, min_size=0)
+w, x = step.init(lambda: jnp.eye(4)), jnp.ones((4, 4))
+losses = []
+for _ in range(2):
+    w, loss = step(w, x)
+    losses.append(float(loss))
+assert losses[1] < losses[0]
+assert "all_gather" in str(step.plan(w, x))
+assert_parity(train_step, mesh, jnp.eye(4), x)
+assert not set(LIBRARIES) & {name.split(".")[0] for name in sys.modules}
+"""
+
+
+def test_a_step_trains_without_libraries_that_it_does_not_use() -> None:
+    import subprocess
+
+    code = f"LIBRARIES = {OPTIONAL}\n{WITHOUT}"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT.parent)
+
+
 def private_jax(tree: ast.Module) -> Iterator[int]:
     """Lines that name a private module of JAX."""
     for node in ast.walk(tree):

@@ -13,6 +13,7 @@ import jax
 
 from shardfn._core.errors import ShardingError, called
 from shardfn.storage._leaves import leaves_of
+from shardfn.storage._shared_variables import refuse_shared
 
 
 def checked_init(
@@ -44,6 +45,7 @@ def checked_init(
     def make(*args: Any) -> Any:
         made = init_fn(*args)
         leaves_of((made,), "state")
+        refuse_shared((made,))
         return made
 
     return make

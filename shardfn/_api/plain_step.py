@@ -179,6 +179,27 @@ class PlainStep:
             "Pass the state there, or give fully_shard its position."
         )
 
+    def traced(
+        self,
+        args: tuple[Any, ...],
+        axes: Axes,
+        mesh: jax.sharding.AbstractMesh | None,
+    ) -> tuple[tuple[Any, ...], Trace] | None:
+        """Abstract arguments, and the trace of the step on them, which is kept until
+        the step is planned; None where it cannot be traced."""
+        try:
+            leaves, treedef = leaves_of(args, "argument")
+            avals = jax.tree.unflatten(treedef, [leaf.aval for leaf in leaves])
+        except Exception:  # of a class of the user's, or a leaf that is no array
+            return None
+        key = _key(avals)
+        made = self.traces.get(key) or trace_once(self.call_with, avals, axes, mesh)
+        if made is None:
+            return None
+        self.traces.clear()
+        self.traces[key] = made
+        return avals, made
+
     def _find(
         self,
         args: tuple[Any, ...],
@@ -187,16 +208,10 @@ class PlainStep:
     ) -> StateArguments:
         """Traces the step to find which arguments come back. Where it cannot be traced,
         the first is taken for the state, and planning says what is wrong."""
-        try:
-            leaves, treedef = leaves_of(args, "argument")
-            avals = jax.tree.unflatten(treedef, [leaf.aval for leaf in leaves])
-        except Exception:  # of a class of the user's, or a leaf that is no array
+        found = self.traced(args, axes, mesh)
+        if found is None:
             return StateArguments()
-        made = trace_once(self.call_with, avals, axes, mesh)
-        if made is None:
-            return StateArguments()
-        self.traces.clear()
-        self.traces[_key(avals)] = made
+        avals, made = found
         given = by_place(avals)
         names = {
             place: str(place) + f" ('{self.name(place)}')" * (self.name(place) != place)

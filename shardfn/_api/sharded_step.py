@@ -17,11 +17,12 @@ from shardfn._api.call_arguments import by_position
 from shardfn._api.call_cache import Division, Kind, Ready, apart, types_of
 from shardfn._api.compiled_steps import Programs, caches_apart, given
 from shardfn._api.methods import Kept, Method, binds, bound_to
+from shardfn._api.nnx_modules import Call, call_of, has_modules
 from shardfn._api.planner import describe
 from shardfn._api.state_methods import StateMethods, is_traced
 from shardfn._api.static_arguments import advises_binding
 from shardfn._core import compat, processes
-from shardfn._core.call_arguments import Rest
+from shardfn._core.call_arguments import Named, Rest
 from shardfn._core.errors import (
     ShardingError,
     VerificationWarning,
@@ -68,6 +69,9 @@ class ShardedStep(StateMethods, Generic[P, R]):
     )
     _bound: Kept = field(default_factory=dict, repr=False)
     _owner: Any = None
+    _in_place: dict[Any, "ShardedStep[..., Any] | None"] = field(
+        default_factory=dict, repr=False
+    )
 
     @overload
     def __get__(self, owner: None, of: Any = None) -> "ShardedStep[P, R]": ...
@@ -103,7 +107,12 @@ class ShardedStep(StateMethods, Generic[P, R]):
             for planned in self.plain.plans.values()
             for axis, size in planned.unused
         )
-        known = dict.fromkeys((f"{name} over {over}", *found, *unused))
+        modules = (
+            f"updates {', '.join(names)} in place"
+            for (_, names), step in self._in_place.items()
+            if step is not None
+        )
+        known = dict.fromkeys((f"{name} over {over}", *found, *modules, *unused))
         return f"ShardedStep({'; '.join(known)})"
 
     @property
@@ -132,6 +141,10 @@ class ShardedStep(StateMethods, Generic[P, R]):
             step is not as planned and `verify` is `"error"`; the message says which
             leaf or line, and what to do. The state stays usable.
         """
+        if has_modules(args, named) and (of_modules := self._modules(args, named)):
+            step, call = of_modules
+            positional, by_name = call.arguments
+            return call.hand_back(step(*positional, **by_name))
         given_args = tuple(by_position(self.plain.step, args, named))
         flat, tree = jax.tree.flatten(given_args)
         division = self._divisions.find(tree)
@@ -172,7 +185,8 @@ class ShardedStep(StateMethods, Generic[P, R]):
         Returns:
           The lowered step, ready for `.compile()`.
         """
-        return self.programs.traced(*self._divide(args, named)).lower()
+        step, args, named = self._pure(args, named)
+        return step.programs.traced(*step._divide(args, named)).lower()
 
     @names_step
     @advises_binding
@@ -186,9 +200,10 @@ class ShardedStep(StateMethods, Generic[P, R]):
         Returns:
           A frozen plan; print it, compare it, or read its fields.
         """
-        states, batch = self._divide(args, named)
+        step, args, named = self._pure(args, named)
+        states, batch = step._divide(args, named)
         leaves, treedef = self.storage.leaves(states)
-        return describe(self.programs.planned(leaves, treedef, batch))
+        return describe(step.programs.planned(leaves, treedef, batch))
 
     @names_step
     def on(
@@ -236,11 +251,12 @@ class ShardedStep(StateMethods, Generic[P, R]):
             mesh_shape = sizes
         progress("describing devices")
         there = targets.mesh(target, names, mesh_shape)
-        states, batch = self._divide(args, named)
+        step, args, named = self._pure(args, named)
+        states, batch = step._divide(args, named)
         leaves, treedef = self.storage.leaves(states)
         batch_leaves, batch_tree = self.storage.batch_leaves(batch)
         moved = replace(
-            self.programs, storage=self.storage.on(there), _jitted=Recent(1)
+            step.programs, storage=self.storage.on(there), _jitted=Recent(1)
         )
         return report_on(
             targets.target(target),
@@ -258,6 +274,43 @@ class ShardedStep(StateMethods, Generic[P, R]):
         """The state arguments of a call, and the others."""
         axes, mesh = self.storage.axes, self.storage.given.abstract_mesh
         return self.plain.divide(args, named, axes, mesh)
+
+    def _pure(
+        self, args: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple["ShardedStep[..., Any]", tuple[Any, ...], dict[str, Any]]:
+        """The step and its arguments, with variables in place of modules that it
+        updates in place."""
+        if has_modules(args, named) and (found := self._modules(args, named)):
+            step, call = found
+            return step, *call.arguments
+        return self, args, named
+
+    def _modules(
+        self, args: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple["ShardedStep[..., Any]", Call] | None:
+        """For a call with modules of nnx: the step on their variables, and the call;
+        None if the step returns the modules, as a function of pytrees does."""
+        call = call_of(self.plain.step, args, named)
+        key = call.positions, tuple(call.modules)
+        if key not in self._in_place:
+            self._in_place[key] = self._on_variables(call)
+        step = self._in_place[key]
+        return None if step is None else (step, call)
+
+    def _on_variables(self, call: Call) -> "ShardedStep[..., Any] | None":
+        if self.plain.state_argnums is not None:
+            return None
+        plain = replace(self.plain.of(call.pure(self.plain.step)), state_argnums=(0,))
+        positional, named = call.arguments
+        given = (*positional, Named(named)) if named else positional
+        axes, mesh = self.storage.axes, self.storage.given.abstract_mesh
+        traced = plain.traced(given, axes, mesh)
+        if traced is None or call.comes_back(traced[1].out):
+            return None
+        of = self.programs
+        return ShardedStep(
+            Programs(plain, of.storage, of.donate, of.asked), self.verify
+        )
 
     def _prepare(
         self, states: tuple[Any, ...], batch: Rest

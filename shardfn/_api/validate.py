@@ -8,7 +8,6 @@ that may differ from leaf to leaf.
 import functools
 import inspect
 import operator
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from shardfn._api.options import Options
 from shardfn._api.sharded_step import VERIFY, ShardedStep
 from shardfn._core.control import Control
 from shardfn._core.errors import ShardingError, call_site, cannot_be
+from shardfn._core.optional import in_use
 from shardfn._core.sharding import named_twice
 
 _NETWORKS = "flax.linen", "flax.nnx", "equinox"
@@ -60,7 +60,7 @@ def check_step(step: Any, asker: str = "fully_shard") -> None:
 def _is_model(step: Any) -> bool:
     """Whether this is a module of a library for networks. A step may be a module too,
     if it takes a state and a batch."""
-    libraries = (sys.modules.get(name) for name in _NETWORKS)
+    libraries = in_use(*_NETWORKS)
     modules = tuple(library.Module for library in libraries if library is not None)
     if not isinstance(step, modules):
         return False

@@ -437,8 +437,8 @@ def _no_state(
             advice += ": return it first."
     elif len(results) < number:
         advice += (
-            " One that changes modules in place (flax.nnx) takes nnx.split of them, "
-            "merges them inside, and returns (nnx.state(modules), metrics)."
+            " Modules of flax.nnx that it changes in place have to be arguments of "
+            "their own, and state_argnums has to be left out (see From flax.nnx)."
         )
     raise ShardingError(
         f"{step_name()} returns no state: it returned {_described(out, leaves)}, where "

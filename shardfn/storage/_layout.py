@@ -6,6 +6,7 @@ checkpoints and the step always agree, and an optimizer moment is split like its
 parameter.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -201,9 +202,11 @@ def with_moments(
     """Gives optimizer moments the automatic axes of their parameters.
 
     A leaf that is not split over automatic axes takes the split of a leaf of its shape
-    whose path ends like its own, in as many keys as any leaf's does. It has to lie
-    deeper than that leaf, as `opt_state/0/mu/dense/kernel` does and `params/norm/scale`
-    beside `params/dense/scale` does not, unless it does not say how it is split.
+    whose path ends like its own, in as many keys as any leaf's does; of several, of the
+    one whose subtree has most of the leaves beside it, as `params` has all of
+    `opt_state/0/mu`. It has to lie deeper than that leaf, as
+    `opt_state/0/mu/dense/kernel` does and `params/norm/scale` beside
+    `params/dense/scale` does not, unless it does not say how it is split.
 
     Args:
       paths: tree path of each leaf.
@@ -216,21 +219,32 @@ def with_moments(
     if not any(autos):
         return [()] * len(autos)
     alike: dict[Any, list[int]] = {}
-    for i, (path, shape) in enumerate(zip(paths, shapes, strict=True)):
-        alike.setdefault((path[-1:], tuple(shape)), []).append(i)
+    shape_at = {tuple(p): tuple(s) for p, s in zip(paths, shapes, strict=True)}
+    for i, (path, shape) in enumerate(shape_at.items()):
+        alike.setdefault((path[-1:], shape), []).append(i)
+
+    @functools.cache
+    def found_in(root: tuple[Any, ...], other: tuple[Any, ...]) -> int:
+        """How many leaves of a subtree are in the other one, too."""
+        n = len(root)
+        return sum(
+            path[:n] == root and shape_at.get(other + path[n:]) == shape
+            for path, shape in shape_at.items()
+        )
+
     out = []
-    for i, (path, shape) in enumerate(zip(paths, shapes, strict=True)):
-        others = [j for j in alike[path[-1:], tuple(shape)] if j != i]
+    for i, (path, shape) in enumerate(shape_at.items()):
+        others = [j for j in alike[path[-1:], shape] if j != i]
         common = {j: _common_end(path, paths[j]) for j in others}
         longest = max([1, *common.values()])
-        found = [
-            autos[j]
+        found = {
+            j: (found_in(path[:-longest], tuple(paths[j])[:-longest]), bool(autos[j]))
             for j in others
-            if autos[j]
-            and common[j] == longest
-            and (autos[i] is None or len(path) > len(paths[j]))
-        ]
-        out.append(autos[i] or next(iter(found), None) or ())
+            if common[j] == longest
+            and (autos[i] is None or len(path) > len(paths[j]) or not autos[j])
+        }
+        best = max(found, key=lambda j: found[j], default=i)
+        out.append(autos[i] or autos[best] or ())
     return out
 
 

@@ -21,6 +21,7 @@ from shardfn.storage._layout import partition, with_moments
 from shardfn.storage._leaves import leaves_of
 from shardfn.storage._mesh_context import home
 from shardfn.storage._padding import to_stored
+from shardfn.storage._shared_variables import refuse_shared
 from shardfn.storage._stored_array import whole_sharding
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -98,6 +99,7 @@ class StoredLayout:
     def leaves(self, states: tuple[Any, ...]) -> tuple[tuple[Leaf, ...], Any]:
         """The leaves of whole or stored states on logical shapes, and their
         structure."""
+        refuse_shared(states)
         leaves, treedef = leaves_of(states, "state", self.auto_sizes)
         known = self.splits.get((treedef, _shapes(leaves)), [])
         leaves = _split_as_known(jax.tree.leaves(states), leaves, known)

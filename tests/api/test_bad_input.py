@@ -419,7 +419,7 @@ def test_a_large_state_is_not_listed_whole(mesh) -> None:
     refuse(
         lambda: step([jnp.ones(8)] * 40),
         "with the leaves '0', '1', '2', '3', '4', '5', '6', '7' and 32 more must come",
-        "One that changes modules in place (flax.nnx) takes nnx.split of them",
+        "Modules of flax.nnx that it changes in place have to be arguments of their",
         what="<lambda>",
     )
 

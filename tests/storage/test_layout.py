@@ -12,7 +12,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shardfn._core.sharding import Axes, Split, flat, local_shape
-from shardfn.storage._layout import choose_dim, partition, stacked_leaves
+from shardfn.storage._layout import (
+    choose_dim,
+    partition,
+    stacked_leaves,
+    with_moments,
+)
 
 MIN_SIZE = 2**14
 
@@ -165,18 +170,46 @@ def test_layers_are_not_split_if_another_dimension_will_do() -> None:
 @pytest.mark.parametrize("count", [2, 3, 8])
 @pytest.mark.standard_promotion
 def test_moments_are_split_like_their_parameter(make, count: int) -> None:
-    params = arrays(TRANSFORMER)
-    opt_state = jax.eval_shape(make().init, params)
+    params, tx = arrays(TRANSFORMER), make()
+    opt_state = jax.eval_shape(tx.init, params)
     dims = split_dims({"params": params, "opt": opt_state, "step": jnp.int32(0)}, count)
-    found, _ = jax.tree_util.tree_flatten_with_path(dims["opt"])
-    expected, _ = jax.tree_util.tree_flatten_with_path(dims["params"])
-    matched = 0
-    for path, dim in found:
-        for tail, param in expected:
-            if path[-len(tail) :] == tail:
-                assert dim == param, path
-                matched += 1
-    assert matched >= len(expected)
+    expected = optax.tree_utils.tree_map_params(
+        tx, lambda _, dim: dim, dims["opt"], dims["params"]
+    )
+    assert dims["opt"] == expected
+    assert dims["opt"] != jax.tree.map(lambda _: "None", opt_state)
+
+
+@pytest.mark.parametrize("split", [["a"], ["b/a"], ["a", "b/a"]], ids="+".join)
+@pytest.mark.parametrize("says", [(), None], ids=["whole", "untold"])
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.adam(1e-3),
+        optax.MultiSteps(optax.adam(1e-3), 4),
+    ],
+    ids=["adam", "multisteps"],
+)
+@pytest.mark.standard_promotion
+def test_moments_are_split_over_automatic_axes_like_their_parameter(
+    tx, says, split
+) -> None:
+    """Optax says whose moment is which; two parameters end alike."""
+    params = arrays({"a": {"w": (8, 8)}, "b": {"a": {"w": (8, 8)}, "c": {"w": (8,)}}})
+    names = ["a", "b/a", "b/c"]
+    autos = {n: (("model",), ()) if n in split else () for n in names}
+    own = jax.tree.unflatten(
+        jax.tree.structure(params), [repr(autos[name]) for name in names]
+    )
+    state = {"opt": jax.eval_shape(tx.init, params), "params": params}
+    flat, treedef = jax.tree_util.tree_flatten_with_path(state)
+    given = [says] * (len(flat) - len(names)) + list(autos.values())
+    made = with_moments([p for p, _ in flat], [x.shape for _, x in flat], given)
+    found = jax.tree.unflatten(treedef, list(map(repr, made)))
+    expected = optax.tree_utils.tree_map_params(
+        tx, lambda _, auto: auto, found["opt"], own
+    )
+    assert found["opt"] == expected and found["params"] == own
 
 
 @pytest.mark.parametrize(
