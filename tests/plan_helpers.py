@@ -138,10 +138,7 @@ _OPS = {
     "all_gather_invariant": "all_gather",
     "all_gather": "all_gather",
     "reduce_scatter": "psum_scatter",
-    "psum_invariant": "psum",
-    "psum": "psum",
-    "pmax": "pmax",
-    "pmin": "pmin",
+    **dict.fromkeys(("psum_invariant", "psum", "pmax", "pmin"), "all_reduce"),
     "all_to_all": "all_to_all",
     "ppermute": "ppermute",
 }
@@ -182,9 +179,8 @@ def planned_moves(plan: shardfn.Plan) -> Moves:
         rounds = 2 if c.op == "all_reduce" else 1
         bytes_, rest = divmod(c.wire_bytes * n, (n - 1) * rounds)
         assert not rest, f"{c} does not send a whole number of elements"
-        op = "psum" if c.op == "all_reduce" else c.op
         assert c.times is not None
-        moves[op, c.dtype, bytes_ // jnp.dtype(c.dtype).itemsize, n] += c.times
+        moves[c.op, c.dtype, bytes_ // jnp.dtype(c.dtype).itemsize, n] += c.times
     return moves
 
 
@@ -212,7 +208,7 @@ def combined_sums(moves: Moves) -> Moves:
     """All-reduces of one dtype and group as one: a compiler may concatenate them."""
     found: Moves = Counter()
     for (op, dtype, elements, devices), times in moves.items():
-        if op == "psum":
+        if op == "all_reduce":
             found[op, dtype, 0, devices] += times * elements
         else:
             found[op, dtype, elements, devices] += times

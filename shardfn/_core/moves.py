@@ -35,7 +35,7 @@ class Move:
     Of the class:
       name: what the move is called.
       op: the collective in plans, in JAX's words; "" if nothing is sent.
-      hlo: the opcode of that collective in compiled programs.
+      hlo_ops: the opcodes of that collective in compiled programs.
       joins: whether moves of several values can be one collective.
       sums: whether the collective reduces terms.
       trips: how often a ring over the devices sends the value.
@@ -47,7 +47,7 @@ class Move:
 
     name: ClassVar[str] = ""
     op: ClassVar[str] = ""
-    hlo: ClassVar[str] = ""
+    hlo_ops: ClassVar[tuple[str, ...]] = ()
     joins: ClassVar[bool] = False
     sums: ClassVar[bool] = False
     trips: ClassVar[int] = 0
@@ -93,7 +93,7 @@ class AllGather(Move):
     """A split value becomes whole."""
 
     name = op = "all_gather"
-    hlo = "all-gather"
+    hlo_ops = ("all-gather",)
     joins = True
     trips = 1
 
@@ -106,7 +106,7 @@ class ReduceScatter(Move):
     """Terms are summed, and each device keeps its part of the sum."""
 
     name = op = "psum_scatter"
-    hlo = "reduce-scatter"
+    hlo_ops = ("reduce-scatter",)
     joins = sums = True
     trips = 1
 
@@ -123,7 +123,7 @@ class AllReduce(Move):
     """Terms are reduced, and each device has the whole result."""
 
     name = op = "all_reduce"
-    hlo = "all-reduce"
+    hlo_ops = ("all-reduce",)
     joins = sums = True
     trips = 2
 
@@ -133,7 +133,7 @@ class GatherTerms(Move):
 
     name = "gather_terms"
     op = "all_gather"
-    hlo = "all-gather"
+    hlo_ops = AllGather.hlo_ops
     trips = 1
 
     def elements(self, shape: Sequence[int], axes: Axes) -> int:
@@ -144,7 +144,7 @@ class AllToAll(Move):
     """The split of one dimension becomes one of another."""
 
     name = op = "all_to_all"
-    hlo = "all-to-all"
+    hlo_ops = ("all-to-all", "ragged-all-to-all")
     trips = 1
 
 
@@ -154,7 +154,7 @@ class Regroup(Move):
 
     name = "regroup"
     op = "all_to_all"
-    hlo = "all-to-all"
+    hlo_ops = AllToAll.hlo_ops
     trips = 1
 
     @property
@@ -174,7 +174,7 @@ class Permute(Move):
     to a neighbour."""
 
     name = op = "ppermute"
-    hlo = "collective-permute"
+    hlo_ops = ("collective-permute",)
     trips = 1
 
     def shift(self, shape: Sequence[int], axes: Axes) -> tuple[int, int, int]:

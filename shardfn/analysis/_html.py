@@ -19,7 +19,7 @@ from shardfn.analysis._figures import Figures, StoredLeaf
 from shardfn.analysis._hlo.timeline import MATMUL, OTHER, WAIT, Span
 from shardfn.analysis._text import seconds_text, shape_text, size_text
 from shardfn.analysis.collective import Collective
-from shardfn.analysis.verification import HEADER, SUMS, rows_of, totals_of
+from shardfn.analysis.verification import HEADER, rows_of, totals_of
 
 Round = tuple[float, float, str]
 
@@ -152,9 +152,7 @@ def _subject(line: Collective) -> str:
 
 
 def _move(op: str) -> str:
-    if op in SUMS or op == AllReduce.op:
-        return AllReduce.op
-    return op if op in (AllGather.op, ReduceScatter.op) else "exchange"
+    return op if op in (AllGather.op, ReduceScatter.op, AllReduce.op) else "exchange"
 
 
 def _rounds(report: Figures) -> list[Round]:

@@ -25,12 +25,9 @@ from shardfn.analysis.verification import (
     MERGED,
     MISSING,
     NARROWED,
-    OF_BOOLEANS,
     PRESENT,
-    REDUCERS,
     REWRITTEN,
     SHARED,
-    SUMS,
     UNDECIDED,
     WIDENED,
     LineCheck,
@@ -126,6 +123,9 @@ def _is_automatic(collective: HloCollective, axes: Axes) -> bool:
     )
 
 
+OF_BOOLEANS = ("max", "or")
+"""What reductions of booleans compile to: a maximum of bytes."""
+
 Test = Callable[[_Need, HloCollective], bool]
 
 
@@ -163,25 +163,30 @@ def _is_like(need: _Need, found: HloCollective) -> bool:
     """The same collective, or an all-reduce in its place, of as many elements."""
     if need.key != (found.elements, found.group_size):
         return False
-    return _is_op(need, found) or found.op == "psum"
+    return _is_op(need, found) or _sums_whole(found)
 
 
 def _is_any(need: _Need, found: HloCollective) -> bool:
     return True
 
 
+def _sums_whole(found: HloCollective) -> bool:
+    """Whether it is an all-reduce that sums, which can stand for a gather, too."""
+    return found.op == AllReduce.op and found.reduces == "sum"
+
+
 def _is_op(need: _Need, found: HloCollective) -> bool:
     line = need.line
-    if line.op != AllReduce.op:
-        return found.op == line.op
-    return found.op in (OF_BOOLEANS if line.dtype == "bool" else REDUCERS[line.reduces])
+    of_booleans = line.reduces and line.dtype == "bool"
+    reducers = OF_BOOLEANS if of_booleans else (line.reduces,)
+    return found.op == line.op and found.reduces in reducers
 
 
 def _status_of(need: _Need, found: HloCollective) -> str:
     if need.key != (found.elements, found.group_size):
         return REWRITTEN
     if not _is_op(need, found):
-        return ALL_REDUCED if found.op == "psum" else REWRITTEN
+        return ALL_REDUCED if _sums_whole(found) else REWRITTEN
     size = found.bytes / found.elements if found.elements else need.bytes
     if abs(size - need.bytes) < SAME_SIZE * size:
         return PRESENT
@@ -198,9 +203,9 @@ def _match_concatenated(needs: Sequence[_Need], supplies: Sequence[_Supply]) -> 
     kinds: dict[tuple[object, ...], list[_Supply]] = {}
     for supply in supplies:
         whole = supply.collective
-        if whole.op in SUMS and supply.runs and whole.elements:
-            size = whole.bytes / whole.elements
-            kinds.setdefault((whole.op, whole.group_size, size), []).append(supply)
+        if whole.op == AllReduce.op and supply.runs and whole.elements:
+            kind = whole.reduces, whole.group_size, whole.bytes / whole.elements
+            kinds.setdefault(kind, []).append(supply)
     for alike in kinds.values():
         for supply in alike:
             whole = supply.collective

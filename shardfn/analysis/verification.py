@@ -7,7 +7,6 @@ lines are there as planned, which are not, and what is there that no line asks f
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from shardfn._core.moves import AllReduce
 from shardfn.analysis._hlo import HloCollective, overlapped_bytes, wire_bytes
 from shardfn.analysis._text import join_columns, shape_text, size_text, subject
 from shardfn.analysis.collective import Collective
@@ -173,7 +172,7 @@ def _row(group: Sequence[LineCheck]) -> tuple[str, ...]:
     return (
         group[0].status,
         line.phase,
-        _change(line.op, {_planned_op(c.op) for c in _found(group)}),
+        _change(line.op, {c.op for c in _found(group)}),
         line.axis,
         shape_text(line.shape),
         _change(line.dtype, {c.dtype for c in _found(group)}),
@@ -193,20 +192,6 @@ def _found(group: Sequence[LineCheck]) -> list[HloCollective]:
     return [c for check in group for c in check.found]
 
 
-def _planned_op(op: str) -> str:
-    """The plan's word for a compiled collective's."""
-    return AllReduce.op if op in SUMS else op
-
-
-SUMS = ("psum", "pmax", "pmin", "pprod", "pand", "por")
-"""All-reduces, by what they reduce with."""
-
-REDUCERS = {"sum": ("psum",), "max": ("pmax",), "min": ("pmin",)}
-"""The all-reduces of a planned one; those of booleans are a maximum of bytes."""
-
-OF_BOOLEANS = ("pmax", "por")
-
-
 def _change(planned: str, found: Iterable[str]) -> str:
     """`float32`, or `bfloat16->float32` where the program has another one."""
     others = sorted(set(found) - {planned})
@@ -215,12 +200,17 @@ def _change(planned: str, found: Iterable[str]) -> str:
 
 def _extra(extra: Sequence[HloCollective]) -> list[str]:
     return [
-        f"{c.op} of {c.elements} {c.dtype} over {c.group_size} devices, "
+        f"{c.op}{_by(c)} of {c.elements} {c.dtype} over {c.group_size} devices, "
         f"{c.times} times, {size_text(c.times * c.wire_bytes)}"
         + f", at {c.op_name}"
         * bool(c.op_name)
         for c in extra
     ]
+
+
+def _by(collective: HloCollective) -> str:
+    """What it reduces with, unless that is a sum."""
+    return f" ({collective.reduces})" if collective.reduces not in ("", "sum") else ""
 
 
 def _meanings(wrong: Sequence[LineCheck]) -> list[str]:

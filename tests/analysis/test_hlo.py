@@ -102,7 +102,7 @@ def test_scanned_mlp(target, dtype, gathered, scattered):
     assert tally(found) == {
         ("all_gather", gathered, ELEMENTS, 8): 2 * LAYERS,
         ("psum_scatter", scattered, ELEMENTS, 8): 2 * LAYERS,
-        ("psum", "float32", 1, 8): 1,
+        ("all_reduce", "float32", 1, 8): 1,
     }
     assert all(c.exact for c in found)
     assert {c.groups for c in found} == {(tuple(range(8)),)}
@@ -167,17 +167,17 @@ def test_hybrid_mesh_tells_the_axes_apart(target):
     assert {key: c.groups for key, c in seen.items()} == {
         ("all_gather", 512 * 256, 1): rows,
         ("psum_scatter", 1024 * 256, 1): rows,
-        ("psum", 256 * 256, 1): cols,
+        ("all_reduce", 256 * 256, 1): cols,
         ("ppermute", 256 * 256, 1): rows,
         ("all_to_all", 1024 * 512, 1): rows,
-        ("pmax", 1, 1): (tuple(range(8)),),
+        ("all_reduce", 1, 1): (tuple(range(8)),),
     }
     float_bytes = {op: c.wire_bytes for (op, *_), c in seen.items() if c.bytes > 4}
     gathered = seen["all_gather", 512 * 256, 1]
     assert float_bytes == {
         "all_gather": gathered.bytes * 3 // 4,
         "psum_scatter": 1024 * 256 * 4 * 3 // 4,
-        "psum": 2 * 256 * 256 * 4 * 1 // 2,
+        "all_reduce": 2 * 256 * 256 * 4 * 1 // 2,
         "ppermute": 256 * 256 * 4,
         "all_to_all": seen["all_to_all", 1024 * 512, 1].bytes * 3 // 4,
     }
@@ -186,10 +186,10 @@ def test_hybrid_mesh_tells_the_axes_apart(target):
 @pytest.mark.parametrize(
     "target, expected",
     [
-        ("cpu", [("psum", "float32", 1024, 6)] * 6),
+        ("cpu", [("all_reduce", "float32", 1024, 6)] * 6),
         # The GPU compiler concatenates small all-reduces into one array.
-        aot(H100, [("psum", "float32", 6 * 1024, 1)]),
-        aot(V5E, [("psum", "float32", 1024, 6)] * 6),
+        aot(H100, [("all_reduce", "float32", 6 * 1024, 1)]),
+        aot(V5E, [("all_reduce", "float32", 1024, 6)] * 6),
     ],
 )
 def test_combined_all_reduces(target, expected):
@@ -226,5 +226,5 @@ def test_loops_multiply_and_unbounded_loops_say_so(target):
         [((128, 128), jnp.float32, P()), ((8, 128), jnp.float32, P("data"))],
         P("data"),
     )
-    runs = sorted((c.op, c.times, c.exact) for c in found)
-    assert runs == [("pmax", 1, False), ("psum", 5, True), ("psum", 15, True)]
+    runs = sorted((c.reduces, c.times, c.exact) for c in found)
+    assert runs == [("max", 1, False), ("sum", 5, True), ("sum", 15, True)]

@@ -61,7 +61,7 @@ def summary(text: str) -> list[tuple[str, str, int, int]]:
         ),
         (
             f"%r = (f32[4], pred[]) all-reduce-start(%p, %q), {ALL}, to_apply=%add",
-            [("psum", "float32", 4), ("psum", "bool", 1)],
+            [("all_reduce", "float32", 4), ("all_reduce", "bool", 1)],
         ),
         (
             "%c = (f32[4]{0}, f32[4]{0}, u32[]{:S(2)}, u32[]{:S(2)}) "
@@ -91,15 +91,16 @@ def test_instructions(line, expected):
 
 
 @pytest.mark.parametrize(
-    "opcode, op",
+    "opcode, reduces",
     [
-        *[("add", "psum"), ("maximum", "pmax"), ("minimum", "pmin")],
-        *[("multiply", "pprod"), ("and", "pand"), ("or", "por")],
+        *[("add", "sum"), ("maximum", "max"), ("minimum", "min")],
+        *[("multiply", "prod"), ("and", "and"), ("or", "or")],
     ],
 )
-def test_reducers(opcode, op):
+def test_reducers(opcode, reduces):
     text = module(f"%r = f32[4] all-reduce(%p), {ALL}, to_apply=%add", ADD)
-    assert summary(text.replace(" add(", f" {opcode}(")) == [(op, "float32", 4, 1)]
+    (found,) = read_collectives(text.replace(" add(", f" {opcode}("))
+    assert (found.op, found.reduces) == ("all_reduce", reduces)
 
 
 @pytest.mark.parametrize(
@@ -268,7 +269,7 @@ def test_an_all_reduce_sliced_in_its_fusion_is_a_reduce_scatter():
       %r = f32[64,2]{{1,0}} all-reduce(%p), {ALL}, to_apply=%add
       %s = f32[8,2]{{1,0}} dynamic-slice(%r, %i, %j), dynamic_slice_sizes={{8,2}}
     """
-    assert summary(module(apart, ADD)) == [("psum", "float32", 128, 1)]
+    assert summary(module(apart, ADD)) == [("all_reduce", "float32", 128, 1)]
 
 
 CHAIN = """
@@ -317,7 +318,7 @@ def test_narrow_types_that_the_tpu_packs_into_words_are_counted_one_by_one():
 }
 """
     line = f"%r = u32[2,8]{{1,0}} all-reduce(%p), {ALL}, to_apply=%packed"
-    assert summary(module(line, packed)) == [("psum", "float16", 32, 1)]
+    assert summary(module(line, packed)) == [("all_reduce", "float16", 32, 1)]
 
 
 GEMM = """

@@ -200,9 +200,11 @@ def test_extra_collectives_are_told(loop) -> None:
 
     checked = verify_edited(loop, edit)
     (extra,) = checked.extra
-    assert (extra.op, extra.times) == ("psum", 1) and not checked.ok
+    assert (extra.op, extra.times) == ("all_reduce", 1) and not checked.ok
     assert checked.wire_bytes == checked.planned_bytes + extra.wire_bytes
-    assert "extra: psum of 1 float32 over 8 devices, 1 times" in checked.problems()
+    assert (
+        "extra: all_reduce of 1 float32 over 8 devices, 1 times" in checked.problems()
+    )
 
 
 def test_without_names_sizes_tell(loop) -> None:

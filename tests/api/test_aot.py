@@ -58,7 +58,7 @@ def kept_in_part(compiled: Moves, planned: Moves) -> Moves:
     scattered = {key[1:] for key in planned if key[0] == "psum_scatter"}
     found: Moves = Counter()
     for (op, *rest), times in compiled.items():
-        is_whole = op == "psum" and tuple(rest) in scattered
+        is_whole = op == "all_reduce" and tuple(rest) in scattered
         found["psum_scatter" if is_whole else op, *rest] += times
     return found
 

@@ -265,7 +265,7 @@ def test_every_move_has_a_lowering() -> None:
     assert set(LOWERINGS) == set(MOVES)
     assert set(JOINED) == {kind for kind in MOVES if kind.joins}
     for kind in MOVES:
-        assert bool(kind.op) == bool(kind.hlo) == bool(kind.trips), kind
+        assert bool(kind.op) == bool(kind.hlo_ops) == bool(kind.trips), kind
 
 
 @pytest.mark.parametrize(

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from shardfn._core.moves import MOVES, AllReduce, Permute, ReduceScatter
+from shardfn._core.moves import MOVES, Permute, ReduceScatter
 from shardfn.analysis._hlo.groups import Groups, device_groups
 from shardfn.analysis._hlo.parse import Instruction, Module, integers, leaves
 
-_KINDS = {
-    **{move.hlo: move.op for move in MOVES if move.hlo},
-    AllReduce.hlo: "psum",  # or what else it reduces with: see `_REDUCERS`
-    "ragged-all-to-all": "ragged_all_to_all",
-    "collective-broadcast": "pbroadcast",
-}
+_OPS = {name: move.op for move in MOVES for name in move.hlo_ops}
+_OTHERS = ("collective-broadcast",)
+"""Collectives that no move compiles to."""
 _REDUCERS = {
-    "add": "psum",
-    "maximum": "pmax",
-    "minimum": "pmin",
-    "multiply": "pprod",
-    "and": "pand",
-    "or": "por",
+    "add": "sum",
+    "maximum": "max",
+    "minimum": "min",
+    "multiply": "prod",
+    "and": "and",
+    "or": "or",
 }
 _DTYPES = {
     "pred": "bool",
@@ -37,8 +34,9 @@ class HloCollective:
     """One array that one collective of a compiled program moves.
 
     Attributes:
-      op: `all_gather`, `psum_scatter`, `psum`, `pmax`, `pmin`, `pprod`, `pand`, `por`,
-        `all_to_all`, `ragged_all_to_all`, `ppermute` or `pbroadcast`.
+      op: the collective, in the plan's words (see `moves`): `all_gather`,
+        `psum_scatter`, `all_reduce`, `all_to_all`, `ppermute`; `collective_broadcast`
+        is in no plan.
       dtype: JAX's name of the dtype on the wire.
       elements: of the whole array: gathered, or before it is scattered; for the others
         what one device holds.
@@ -49,6 +47,8 @@ class HloCollective:
       combined: arrays that share this HLO instruction, at least 1.
       overlapped: a matrix product is scheduled between its start and its end.
       op_name: the JAX call that it came from. XLA keeps one for a combined collective.
+      reduces: what a reduction reduces with, as in plans: "sum", "max", "min", "prod",
+        "and", "or"; else "".
     """
 
     op: str
@@ -60,6 +60,7 @@ class HloCollective:
     combined: int = 1
     overlapped: bool = False
     op_name: str = ""
+    reduces: str = ""
 
     @property
     def group_size(self) -> int:
@@ -76,20 +77,25 @@ class HloCollective:
     def wire_bytes(self) -> int:
         """Bytes each device sends per run, by the ring algorithm."""
         n = self.group_size
-        if self.op in (Permute.op, "pbroadcast"):
+        if self.op not in _TRIPS or self.op == Permute.op:
             return self.bytes
-        rounds = 2 if self.op in _REDUCERS.values() else 1
-        return rounds * self.bytes * (n - 1) // n
+        return _TRIPS[self.op] * self.bytes * (n - 1) // n
+
+
+_TRIPS = {move.op: move.trips for move in MOVES}
 
 
 def is_collective(instr: Instruction) -> bool:
     """Whether `instr` is a collective, or the `-start` of one."""
-    return instr.opcode.removesuffix("-start") in _KINDS
+    opcode = instr.opcode.removesuffix("-start")
+    return opcode in _OPS or opcode in _OTHERS
 
 
 def arrays(instr: Instruction, module: Module) -> list[HloCollective]:
     """The collective `instr` as one entry per array, run once."""
-    op, packed = _op(instr, module)
+    opcode = instr.opcode.removesuffix("-start")
+    op = _OPS.get(opcode, opcode.replace("-", "_"))
+    reduces, packed = _reducer(instr, module) if op in _SUMS else ("", "")
     groups = device_groups(instr, module.num_devices)
     results = _results(instr)
     shared = HloCollective(
@@ -99,9 +105,10 @@ def arrays(instr: Instruction, module: Module) -> list[HloCollective]:
         groups=groups,
         combined=len(results),
         op_name=instr.op_name,
+        reduces=reduces,
     )
     found = (replace(shared, dtype=jax_dtype(d), elements=n) for d, n in results)
-    whole = shared.group_size if op.endswith("_scatter") else 1
+    whole = shared.group_size if op == ReduceScatter.op else 1
     return [_unpacked(replace(c, elements=c.elements * whole), packed) for c in found]
 
 
@@ -129,11 +136,11 @@ def _results(instr: Instruction) -> list[tuple[str, int]]:
     return found
 
 
-def _op(instr: Instruction, module: Module) -> tuple[str, str]:
-    """What it does, and the dtype it sums if that is packed into words."""
-    kind = _KINDS[instr.opcode.removesuffix("-start")]
-    if kind not in ("psum", ReduceScatter.op):
-        return kind, ""
+_SUMS = {move.op for move in MOVES if move.sums}
+
+
+def _reducer(instr: Instruction, module: Module) -> tuple[str, str]:
+    """What it reduces with, and the dtype that it sums if that is packed into words."""
     steps = module.called(instr, "to_apply")[0].instructions.values()
     is_packed = any(i.opcode == "shift-left" for i in steps)
     reducers = _REDUCERS.keys() - ({"or"} if is_packed else set())
@@ -145,4 +152,4 @@ def _op(instr: Instruction, module: Module) -> tuple[str, str]:
         )
     ((opcode, reducer),) = found.items()
     packed = jax_dtype(leaves(reducer.shape)[0][0]) if is_packed else ""
-    return _REDUCERS[opcode] + kind.removeprefix("psum"), packed
+    return _REDUCERS[opcode], packed

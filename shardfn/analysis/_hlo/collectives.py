@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from shardfn._core.moves import AllReduce, ReduceScatter
 from shardfn.analysis._hlo.collective import HloCollective, arrays, is_collective
 from shardfn.analysis._hlo.loops import Frame, trip_count
 from shardfn.analysis._hlo.parse import (
@@ -153,7 +154,7 @@ def _fusion(
                 yield from _run(instr, scope, hidden)
         elif _is_sliced(instr, computation):
             for array in _run(instr, scope, scope.overlapped):
-                yield replace(array, op=array.op + "_scatter")
+                yield replace(array, op=ReduceScatter.op)
         else:
             yield from _run(instr, scope, scope.overlapped)
 
@@ -188,7 +189,7 @@ def _chain(instr: Instruction) -> str:
 def _is_sliced(instr: Instruction, computation: Computation) -> bool:
     """Whether each device keeps only its part of an all-reduce: a reduce-scatter."""
     slices = computation.of("dynamic-slice")
-    return instr.opcode == "all-reduce" and any(
+    return instr.opcode in AllReduce.hlo_ops and any(
         behind(computation, s.operands[0]) is instr for s in slices
     )
 
