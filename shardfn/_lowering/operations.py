@@ -15,6 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from shardfn._core import compat
+from shardfn._core.neutral import neutral
 from shardfn._core.op_sharding_rule import (
     OpShardingRule,
     flat_factor_start,
@@ -132,15 +133,3 @@ def _masked(op: LocalOp, dims: Any, x: jax.Array, shape: Sequence[int]) -> jax.A
         inside = is_inside(x.shape, dim, size, names)
         x = jnp.where(inside, x, neutral(reducer, x.dtype))
     return x
-
-
-def neutral(reducer: str, dtype: Any) -> jax.Array:
-    """The value that leaves a reduction unchanged."""
-    if reducer in ("max", "min"):
-        floats = jnp.issubdtype(dtype, jnp.floating)
-        if floats:
-            return jnp.asarray(-jnp.inf if reducer == "max" else jnp.inf, dtype)
-        info = jnp.iinfo(dtype) if dtype != jnp.bool_ else None
-        low, high = (info.min, info.max) if info else (False, True)
-        return jnp.asarray(low if reducer == "max" else high, dtype)
-    return jnp.asarray({"sum": 0, "prod": 1, "and": -1, "or": 0}[reducer]).astype(dtype)

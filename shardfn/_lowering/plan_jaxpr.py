@@ -18,7 +18,7 @@ from shardfn._propagation.propagate import propagate
 from shardfn._schedule.pipeline import schedule
 from shardfn._schedule.widen_reductions import widen
 from shardfn._trace.jaxpr_to_program import make_program
-from shardfn._trace.passes import Argument, mark_passes
+from shardfn._trace.passes import Argument
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +66,11 @@ def plan_jaxpr(
     Returns:
       The program, and its plan.
     """
-    if meaning is not None and meaning.program is not None:
-        program = mark_passes(meaning.program, meaning.arguments)
-    else:
-        program = make_program(jaxpr, meaning.arguments if meaning else ())
     if meaning is not None:
+        program = make_program(jaxpr, meaning.arguments, meaning.program)
         program = meaning.arrange(program)
+    else:
+        program = make_program(jaxpr)
     free = [None] * (len(program.outputs) - len(required))
     fixed = [*required, *free]
     body = propagate(program, inputs, fixed, axes, small, control)

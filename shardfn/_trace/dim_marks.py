@@ -7,8 +7,9 @@ microbatches.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-from shardfn._core.program import Atom, Node, Program, aval_of
+from shardfn._core.program import Atom, Node, Program
 from shardfn._core.regions import Region
 
 FREE, FIXED, ROWS = 0, 1, 2
@@ -17,6 +18,13 @@ the batch, or rows of the batch."""
 
 Marks = tuple[int, ...]
 """A mark per dimension."""
+
+
+class Values(Protocol):
+    """Numbered values, of a program or of one that is being built."""
+
+    @property
+    def avals(self) -> Sequence[Any]: ...
 
 
 def has_rows(marks: Marks) -> bool:
@@ -48,7 +56,7 @@ class Marking:
         return self.known[key]
 
     def results(
-        self, program: Program, node: Node, operands: Sequence[Marks]
+        self, program: Values, node: Node, operands: Sequence[Marks]
     ) -> list[Marks]:
         """The marks of what a node makes."""
         if node.passes_through:
@@ -142,17 +150,18 @@ def _inside(region: Region, operands: Sequence[Marks]) -> tuple[Marks, ...]:
     return tuple(m[1:] if i in region.slices else m for i, m in given)
 
 
-def marks_of(program: Program, node: Node, marks: dict[int, Marks]) -> list[Marks]:
+def marks_of(program: Values, node: Node, marks: dict[int, Marks]) -> list[Marks]:
     """The marks of the operands of a node."""
     return [_read(program, atom, marks) for atom in node.inputs]
 
 
-def _read(program: Program, atom: Atom, marks: dict[int, Marks]) -> Marks:
+def _read(program: Values, atom: Atom, marks: dict[int, Marks]) -> Marks:
     return marks[atom] if isinstance(atom, int) else (FREE,) * _rank(program, atom)
 
 
-def _rank(program: Program, atom: Atom) -> int:
-    return len(getattr(aval_of(program, atom), "shape", ()))
+def _rank(program: Values, atom: Atom) -> int:
+    aval = program.avals[atom] if isinstance(atom, int) else atom.aval
+    return len(getattr(aval, "shape", ()))
 
 
 def _joined(marks: Sequence[Marks]) -> Marks:
@@ -197,7 +206,8 @@ def _meeting(
     if node.rule is None or any(m.count(ROWS) > 1 for m in (*operands, *made)):
         return None
     along = _factors(node, operands)
-    if any(mark == ROWS and f in node.rule.whole for f, mark in along.items()):
+    meet = node.rule.whole | dict(node.rule.shifts).keys()
+    if any(mark == ROWS and f in meet for f, mark in along.items()):
         return None
     weights = False
     for dims, marks in zip(node.rule.operands, operands, strict=True):

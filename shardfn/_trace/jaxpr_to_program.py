@@ -8,7 +8,7 @@ each call, would be merged behind the plan's back.
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -21,33 +21,62 @@ from shardfn._core.op_sharding_rule import OpShardingRule
 from shardfn._core.program import LITERAL, VALUE, ZERO, Atom, Node, Program, live
 from shardfn._core.regions import Region
 from shardfn._core.rule_registry import rule_of
+from shardfn._trace.dim_marks import Marking, Marks, has_rows, marks_of
 from shardfn._trace.iota_indexing import Counts
 from shardfn._trace.passes import Argument, mark_passes
 from shardfn._trace.row_shifts import Pieces
+from shardfn._trace.row_windows import Windows, cuts_most
 from shardfn._trace.shared_terms import SharedTerms
 from shardfn._trace.unordered import Unordered
 
 
-def make_program(closed_jaxpr: Any, arguments: Sequence[Argument] = ()) -> Program:
-    """Numbers the values of a closed jaxpr; see the module's first lines."""
-    closed_jaxpr = compat.without_dead_code(closed_jaxpr)
-    return mark_passes(_Builder().build(closed_jaxpr, call=None), arguments)
+def make_program(
+    closed_jaxpr: Any,
+    arguments: Sequence[Argument] = (),
+    known: Program | None = None,
+) -> Program:
+    """Numbers the values of a closed jaxpr; see the module's first lines.
+
+    Args:
+      closed_jaxpr: the jaxpr.
+      arguments: what its arguments are.
+      known: the program that it becomes for arguments of which nothing is known, if
+        that was made before.
+
+    Returns:
+      The program, its nodes marked with their passes.
+    """
+    given = tuple(argument.marks for argument in arguments)
+    if known is None or _matters(given, closed_jaxpr):
+        live_jaxpr = compat.without_dead_code(closed_jaxpr)
+        known = _Builder().build(live_jaxpr, None, given)
+    return mark_passes(known, arguments)
+
+
+def _matters(given: Sequence[Marks], closed: Any) -> bool:
+    """Whether the program of a jaxpr depends on what its arguments are."""
+    return any(map(has_rows, given)) and cuts_most(closed)
 
 
 @dataclass
 class _Builder:
     """What is shared while one jaxpr and the jaxprs in it become programs."""
 
-    cache: dict[int, Program] = field(default_factory=dict)
+    cache: dict[Hashable, Program] = field(default_factory=dict)
+    marking: Marking = field(default_factory=Marking)
     keep_alive: list[Any] = field(default_factory=list)
     known: dict[Hashable, tuple[Any, ...]] = field(default_factory=dict)
     rules: dict[int, OpShardingRule | None] = field(default_factory=dict)
 
-    def build(self, closed: Any, call: Any) -> Program:
-        if id(closed) not in self.cache:
+    def build(self, closed: Any, call: Any, given: tuple[Marks, ...] = ()) -> Program:
+        """The program of a jaxpr that `call` runs. `given` says what lies along the
+        dimensions of its arguments, if that matters."""
+        given = given if _matters(given, closed) else ()
+        key = id(closed), given
+        if key not in self.cache:
             self.keep_alive.append(closed)
-            self.cache[id(closed)] = _Values(self).run(closed, call)
-        return self.cache[id(closed)]
+            self.cache[key] = _Values(self).run(closed, call, given)
+        return self.cache[key]
 
     def looks(self, eqn: Any, operands: Sequence[Atom]) -> tuple[tuple[Any, ...], bool]:
         """`looks_of(eqn, operands)`, the same object for all that are equal."""
@@ -83,8 +112,13 @@ class _Values:
     unordered: Unordered = field(default_factory=Unordered)
     shared: SharedTerms = field(default_factory=SharedTerms)
 
-    def run(self, closed: Any, call: Any) -> Program:
+    windows: Windows | None = None
+
+    def run(self, closed: Any, call: Any, given: tuple[Marks, ...]) -> Program:
         inputs = tuple(self.new(v.aval) for v in compat.open_jaxpr(closed)[0].invars)
+        if given:
+            marks = dict(zip(inputs, given, strict=True))
+            self.windows = Windows(self.pieces, marks)
         outputs = self.inline(closed, inputs, (), call)
         nodes, constants = live(self.nodes, self.constants, outputs)
         return Program(
@@ -113,6 +147,8 @@ class _Values:
 
         for var, const in zip(jaxpr.constvars, consts, strict=True):
             env[var] = value = self.new(var.aval)
+            if self.windows is not None:
+                self.windows.constant(value, const)
             const = compat.untyped_array(const)
             self.constants.append((value, const))
             self.counts.constant(value, const)
@@ -147,8 +183,18 @@ class _Values:
         return (
             self.counts.batched(eqn, operands)
             or self.pieces.shifted(eqn, operands, zeros)
+            or self.on_all_rows(eqn, operands, zeros)
             or self.unordered.ordered_no_more(eqn, operands)
         )
+
+    def on_all_rows(
+        self, eqn: Any, operands: Sequence[Atom], zeros: Sequence[bool]
+    ) -> tuple[Any, tuple[Atom, ...]] | None:
+        if self.windows is None:
+            return None
+        looks, _ = self.builder.looks(eqn, operands)
+        rule = self.builder.rule(eqn, looks)
+        return self.windows.on_all_rows(eqn, operands, rule, zeros)
 
     def add(
         self, eqn: Any, operands: tuple[Atom, ...], derivatives: tuple[str, ...]
@@ -163,23 +209,23 @@ class _Values:
         equal = self.seen.get(key) if key is not None else None
         if equal is not None and any(isinstance(atom, int) for atom in operands):
             return equal
-        kind, bodies, layout = self.control_flow(eqn)
+        kind, jaxprs, layout = _control_flow(eqn)
+        bodies = tuple(self.builder.build(jaxpr, eqn) for jaxpr in jaxprs)
         outputs = tuple(self.new(v.aval) for v in eqn.outvars)
         rule = self.builder.rule(eqn, looks) if kind == "op" else None
-        self.nodes.append(
-            Node(
-                eqn=eqn,
-                inputs=operands,
-                outputs=outputs,
-                derivatives=derivatives,
-                kind=kind,
-                bodies=bodies,
-                regions=layout,
-                rule=rule,
-                kinds=tuple(map(self.kind, operands)),
-                looks=looks,
-            )
+        node = Node(
+            eqn=eqn,
+            inputs=operands,
+            outputs=outputs,
+            derivatives=derivatives,
+            kind=kind,
+            bodies=bodies,
+            regions=layout,
+            rule=rule,
+            kinds=tuple(map(self.kind, operands)),
+            looks=looks,
         )
+        self.nodes.append(self.marked(node, jaxprs))
         if self.makes_zeros(eqn, operands):
             self.zeros.update(outputs)
         if len(outputs) == 1:
@@ -192,32 +238,23 @@ class _Values:
             self.seen[key] = outputs
         return outputs
 
-    def control_flow(
-        self, eqn: Any
-    ) -> tuple[str, tuple[Program, ...], tuple[Region, ...]]:
-        def body(jaxpr: Any) -> Program:
-            return self.builder.build(compat.close_jaxpr(jaxpr), eqn)
-
-        params, sides = eqn.params, (len(eqn.invars), len(eqn.outvars))
-        if eqn.primitive is compat.scan_p:
-            layout = regions.of_scan(*compat.scan_counts(eqn), *sides)
-            return "scan", (body(params["jaxpr"]),), layout
-        if eqn.primitive is compat.while_p:
-            counts = params["cond_nconsts"], params["body_nconsts"]
-            bodies = body(params["cond_jaxpr"]), body(params["body_jaxpr"])
-            return "while", bodies, regions.of_while(*counts, len(eqn.invars))
-        if eqn.primitive is compat.cond_p:
-            branches = tuple(map(body, params["branches"]))
-            return "cond", branches, regions.of_cond(len(branches), *sides)
-        if eqn.primitive is compat.remat_p:
-            return "remat", (body(params["jaxpr"]),), regions.of_call(*sides)
-        if eqn.primitive.name in compat.CUSTOM:
-            return "custom", (body(params["call_jaxpr"]),), regions.of_call(*sides)
-        if eqn.primitive.name == "optimization_barrier":
-            return "barrier", (), ()
-        if eqn.primitive is constrain_p:
-            return "constrain", (), ()
-        return "op", (), ()
+    def marked(self, node: Node, jaxprs: Sequence[Any]) -> Node:
+        """A new node whose bodies are of these jaxprs; notes what lies along the
+        dimensions of what it makes."""
+        if self.windows is None:
+            return node
+        marking, marks = self.builder.marking, self.windows.marks
+        operands = marks_of(self, node, marks)
+        if node.bodies:
+            given = marking.entering(node, operands)
+            bodies = zip(jaxprs, given, strict=True)
+            built = (self.builder.build(b, node.eqn, tuple(m)) for b, m in bodies)
+            node = replace(node, bodies=tuple(built))
+        made = marking.results(self, node, operands)
+        marks.update(zip(node.outputs, made, strict=True))
+        zeros = [kind == ZERO for kind in node.kinds]
+        self.windows.equation(node.eqn, node.inputs, node.outputs, node.rule, zeros)
+        return node
 
     def kind(self, atom: Atom) -> str:
         if isinstance(atom, int):
@@ -239,3 +276,30 @@ def _may_merge(eqn: Any) -> bool:
     return not any(
         hasattr(p, "eqns") or hasattr(p, "jaxpr") for p in eqn.params.values()
     )
+
+
+def _control_flow(eqn: Any) -> tuple[str, list[Any], tuple[Region, ...]]:
+    """The kind of an equation's node, the closed jaxprs that it runs, and what enters
+    and leaves each."""
+    params, sides = eqn.params, (len(eqn.invars), len(eqn.outvars))
+
+    def bodies(*names: str) -> list[Any]:
+        return [compat.close_jaxpr(params[name]) for name in names]
+
+    if eqn.primitive is compat.scan_p:
+        layout = regions.of_scan(*compat.scan_counts(eqn), *sides)
+        return "scan", bodies("jaxpr"), layout
+    if eqn.primitive is compat.while_p:
+        counts = params["cond_nconsts"], params["body_nconsts"]
+        layout = regions.of_while(*counts, len(eqn.invars))
+        return "while", bodies("cond_jaxpr", "body_jaxpr"), layout
+    if eqn.primitive is compat.cond_p:
+        branches = list(map(compat.close_jaxpr, params["branches"]))
+        return "cond", branches, regions.of_cond(len(branches), *sides)
+    if eqn.primitive is compat.remat_p:
+        return "remat", bodies("jaxpr"), regions.of_call(*sides)
+    if eqn.primitive.name in compat.CUSTOM:
+        return "custom", bodies("call_jaxpr"), regions.of_call(*sides)
+    if eqn.primitive.name == "optimization_barrier":
+        return "barrier", [], ()
+    return "constrain" if eqn.primitive is constrain_p else "op", [], ()

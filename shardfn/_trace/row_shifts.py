@@ -43,18 +43,14 @@ class Pieces:
         """Notes the values that an equation makes."""
         if not operands or not isinstance(operands[0], int):
             return
-        for result, cut in zip(results, _cuts(eqn), strict=False):
-            piece = self.of(operands[0], *cut)
-            if piece is not None:
-                self.known[result] = piece
+        for result, cut in zip(results, cuts(eqn), strict=False):
+            self.known[result] = self.of(operands[0], *cut)
 
-    def of(self, source: int, dim: int, start: int, size: int) -> Piece | None:
-        """A piece of `source`, which may be a piece itself."""
+    def of(self, source: int, dim: int, start: int, size: int) -> Piece:
+        """A piece of `source`, which may be a piece along `dim` itself."""
         piece = self.known.get(source)
-        if piece is None:
+        if piece is None or piece.dim != dim:
             return Piece(source, dim, start, size)
-        if piece.dim != dim:
-            return None
         return Piece(piece.source, dim, piece.start + start, size)
 
     def shifted(
@@ -63,27 +59,16 @@ class Pieces:
         """A jaxpr that does what `eqn` does by shifts, and its operands; None if it
         joins other things. `zeros` says which operands are known to be zero."""
         pieces = self.joined(eqn, operands, zeros)
-        if pieces is None:
-            return None
-        dim, aval = pieces[0].dim, _aval(eqn.outvars[0])
-        found = {p.source for p in pieces if p.source is not None}
-        sources = tuple(sorted(found))
-
-        def run(*values: Any) -> Any:
-            of = dict(zip(sources, values, strict=True))
-            return _join(pieces, of, aval, dim)
-
-        with compat.as_user_code(eqn):
-            return jax.make_jaxpr(run)(*[aval] * len(sources)), sources
+        return join(pieces, eqn) if pieces and self.fit(pieces, eqn) else None
 
     def joined(
         self, eqn: JaxprEqn, operands: Sequence[Atom], zeros: Sequence[bool]
     ) -> list[Piece] | None:
-        """The pieces that a concatenation or padding joins along one dimension, if all
-        are of arrays as large as the result."""
+        """The pieces that a concatenation or padding joins along one dimension, if it
+        does nothing else."""
         if eqn.primitive.name == "concatenate":
             dim = eqn.params["dimension"]
-            sizes = [_aval(v).shape[dim] for v in eqn.invars]
+            sizes = [shaped(v).shape[dim] for v in eqn.invars]
             parts = list(zip(operands, sizes, zeros, strict=True))
         elif eqn.primitive.name == "pad" and zeros[1]:
             changed = _changed(eqn.params["padding_config"])
@@ -92,7 +77,7 @@ class Pieces:
             dim, (low, high, _) = changed
             if low < 0 or high < 0:
                 return self.pushed(eqn, operands[0], dim, low, high)
-            size = _aval(eqn.invars[0]).shape[dim]
+            size = shaped(eqn.invars[0]).shape[dim]
             parts = [(None, low, True), (operands[0], size, False), (None, high, True)]
         else:
             return None
@@ -100,8 +85,7 @@ class Pieces:
         if any(p is None for p in pieces):
             return None
         whole = [p for p in pieces if p is not None]
-        some = any(p.source is not None for p in whole)
-        return whole if some and self.fit(whole, eqn) else None
+        return whole if any(p.source is not None for p in whole) else None
 
     def pushed(
         self, eqn: JaxprEqn, atom: Atom, dim: int, low: int, high: int
@@ -109,7 +93,7 @@ class Pieces:
         """The pieces of a padding that cuts off as many rows as it adds."""
         if low + high != 0 or not isinstance(atom, int) or atom in self.known:
             return None
-        size, rows = _aval(eqn.outvars[0]).shape[dim], abs(low)
+        size, rows = shaped(eqn.outvars[0]).shape[dim], abs(low)
         if rows >= size:
             return None
         zeros = Piece(None, dim, 0, rows)
@@ -126,18 +110,50 @@ class Pieces:
             piece = Piece(atom, dim, 0, size)  # all of it
         return piece
 
-    def fit(self, pieces: Sequence[Piece], eqn: JaxprEqn) -> bool:
-        """Whether every source has the shape and dtype of the result."""
+    def fit(self, pieces: Sequence[Piece], eqn: JaxprEqn, more: int = 0) -> bool:
+        """Whether every source has the shape and dtype of the result, or `more`
+        rows."""
+        result = shaped(eqn.outvars[0])
+        shape = list(result.shape)
+        shape[pieces[0].dim] += more
         return all(
-            p.source is None or self.avals[p.source] == _like(eqn.outvars[0])
+            p.source is None or self.avals[p.source] == (tuple(shape), result.dtype)
             for p in pieces
         )
 
     avals: dict[int, Any] = field(default_factory=dict)
 
+    def like(self, piece: Piece) -> jax.ShapeDtypeStruct:
+        """The shape and dtype of what a piece is cut out of."""
+        assert piece.source is not None
+        return jax.ShapeDtypeStruct(*self.avals[piece.source])
+
     def value(self, number: int, aval: Any) -> None:
         """Notes the shape and dtype of a value."""
         self.avals[number] = (getattr(aval, "shape", None), getattr(aval, "dtype", 0))
+
+
+def join(
+    pieces: Sequence[Piece], eqn: JaxprEqn, more: int = 0, before: int = 0
+) -> tuple[Any, tuple[int, ...]]:
+    """A jaxpr that makes the result of `eqn`, these pieces one after the other, by
+    shifts of what they are cut out of, and its operands. That may have `more` rows,
+    `before` of them in front of the result's."""
+    dim, aval = pieces[0].dim, shaped(eqn.outvars[0])
+    sources = tuple(sorted({p.source for p in pieces if p.source is not None}))
+    size, shape = aval.shape[dim], list(aval.shape)
+    shape[dim] += more
+    whole = jax.ShapeDtypeStruct(tuple(shape), aval.dtype)
+    first, last = (Piece(None, dim, 0, n) for n in (before, more - before))
+    filled = [p for p in (first, *pieces, last) if p.size]
+
+    def run(*values: Any) -> Any:
+        of = dict(zip(sources, values, strict=True))
+        joined = _join(filled, of, whole, dim)
+        return slice_rows(joined, before, before + size, dim)
+
+    with compat.as_user_code(eqn):
+        return jax.make_jaxpr(run)(*[whole] * len(sources)), sources
 
 
 def _join(
@@ -162,12 +178,19 @@ def _join(
     return out
 
 
-def _cuts(eqn: JaxprEqn) -> list[tuple[int, int, int]]:
+def slice_rows(x: jax.Array, start: int, end: int, dim: int) -> jax.Array:
+    """Rows `start` to `end` along `dim`; `x` itself if those are all."""
+    if (start, end) == (0, x.shape[dim]):
+        return x
+    return lax.slice_in_dim(x, start, end, axis=dim)
+
+
+def cuts(eqn: JaxprEqn) -> list[tuple[int, int, int]]:
     """Dimension, start and size of what each result is of the first operand, if they
     are pieces along one dimension."""
     if not eqn.invars or not hasattr(eqn.invars[0].aval, "shape"):
         return []
-    shape, params = _aval(eqn.invars[0]).shape, eqn.params
+    shape, params = shaped(eqn.invars[0]).shape, eqn.params
     if eqn.primitive.name == "slice":
         strides = params["strides"]
         if strides is not None and any(s != 1 for s in strides):
@@ -196,9 +219,6 @@ def _changed(config: Sequence[Sequence[int]]) -> tuple[int, tuple[int, ...]] | N
     return found[0] if len(found) == 1 and not found[0][1][2] else None
 
 
-def _aval(var: Any) -> jax.ShapeDtypeStruct:
+def shaped(var: Any) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of a variable of a jaxpr."""
     return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
-
-
-def _like(var: Any) -> tuple[Any, Any]:
-    return var.aval.shape, var.aval.dtype

@@ -1,0 +1,195 @@
+"""Most of the batch's rows, such as all but the first, and what is computed of them.
+
+In: the equations of a program in order, and along which dimensions rows lie. Out: for
+an equation on such pieces of the batch, as `x[1:] - x[:-1]` has them, the same on all
+rows, pieces shifted onto each other. Devices divide all rows, so each goes on with its
+own; where rows meet in a sum, those that are no part of the piece do not count.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
+
+from shardfn._core import compat
+from shardfn._core.op_sharding_rule import OpShardingRule
+from shardfn._trace.dim_marks import FIXED, ROWS, Marks
+from shardfn._trace.op_on_all_rows import DependsOnPlace, Given, Site, site_of
+from shardfn._trace.row_cuts import RowCuts, apart
+from shardfn._trace.row_shifts import Piece, Pieces, cuts, join, shaped
+
+Atom = int | Literal
+Rewritten = tuple[Any, tuple[Atom, ...]]
+
+
+def cuts_most(closed: Any) -> bool:
+    """Whether an equation of a jaxpr, or of one in it, cuts more than half out of a
+    dimension."""
+    jaxpr, _ = compat.open_jaxpr(closed)
+    return any(
+        any(_is_most(size, rows) for rows, size in _sizes(eqn))
+        or any(map(cuts_most, jaxprs_in_params(eqn.params)))
+        for eqn in jaxpr.eqns
+    )
+
+
+def _sizes(eqn: JaxprEqn) -> list[tuple[int, int]]:
+    """Sizes of the dimensions of what an equation cuts, before and after."""
+    if eqn.primitive.name == "slice":
+        return [
+            *zip(shaped(eqn.invars[0]).shape, shaped(eqn.outvars[0]).shape, strict=True)
+        ]
+    shape = shaped(eqn.invars[0]).shape if cuts(eqn) else ()
+    return [(shape[dim], size) for dim, _, size in cuts(eqn)]
+
+
+def _is_most(size: int, rows: int) -> bool:
+    """Whether to compute `rows` rows for the sake of `size` costs less than twice."""
+    return size < rows < 2 * size
+
+
+@dataclass(slots=True)
+class Windows:
+    """What is known of the values of one program: which are most rows of others.
+
+    Attributes:
+      pieces: the values that are pieces of others.
+      marks: what lies along the dimensions of every value.
+      spread: values made by a broadcast, by the equation and its operands.
+    """
+
+    pieces: Pieces
+    marks: dict[int, Marks] = field(default_factory=dict)
+    spread: dict[int, tuple[JaxprEqn, tuple[Atom, ...]]] = field(default_factory=dict)
+    cuts: RowCuts = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.cuts = RowCuts(self.pieces)
+
+    def equation(
+        self,
+        eqn: JaxprEqn,
+        operands: tuple[Atom, ...],
+        results: Sequence[int],
+        rule: OpShardingRule | None,
+        zeros: Sequence[bool],
+    ) -> None:
+        """Notes what an equation makes."""
+        if eqn.primitive.name == "broadcast_in_dim":
+            self.spread[results[0]] = eqn, operands
+        rows = [mark == ROWS for mark in self.marks[results[0]]] if results else ()
+        if len(results) == 1 and any(rows):
+            self.cuts.equation(eqn, operands, results[0], rule, zeros, rows)
+
+    def constant(self, value: int, array: Any) -> None:
+        """Notes an array that the traced function captured."""
+        self.marks[value] = (FIXED,) * len(getattr(array, "shape", ()))
+
+    def window(self, atom: Atom) -> Piece | None:
+        """The piece of rows that a value is, if it is most of them."""
+        piece = self.pieces.known.get(atom) if isinstance(atom, int) else None
+        if piece is None or piece.source is None or self.cuts.is_joined(piece.source):
+            return None
+        return piece if self.is_window(piece.source, piece.dim, piece.size) else None
+
+    def is_window(self, value: int, dim: int, size: int) -> bool:
+        """Whether so many along a dimension of a value are most of its rows."""
+        shape, _ = self.pieces.avals[value]
+        return self.marks[value][dim] == ROWS and _is_most(size, shape[dim])
+
+    def on_all_rows(
+        self,
+        eqn: JaxprEqn,
+        operands: Sequence[Atom],
+        rule: OpShardingRule | None,
+        zeros: Sequence[bool],
+    ) -> Rewritten | None:
+        """A jaxpr that does what `eqn` does on all rows, and its operands; None if it
+        has no piece of rows, or what it does depends on where a row lies."""
+        first = operands[0] if operands else -1
+        marks = self.marks.get(first, ()) if isinstance(first, int) else ()
+        if ROWS in marks and any(marks[dim] == ROWS for dim, _, n in cuts(eqn) if n):
+            return self.cuts.cut(eqn, first)
+        if ROWS in marks:
+            two = apart(eqn, lambda dim, size: marks[dim] == ROWS)
+            if two is not None:
+                return two, tuple(operands)
+        windows = {i: w for i, a in enumerate(operands) if (w := self.window(a))}
+        if not windows:
+            return None
+        if pieces := self.pieces.joined(eqn, operands, zeros):
+            return self.joined(eqn, pieces, *windows.values())
+        site = None if rule is None else site_of(eqn, rule, windows, self.pieces)
+        given = None if site is None else self.given(site, operands)
+        if site is None or given is None:
+            return None
+        atoms = tuple(atom for operand in given for atom in operand.atoms)
+        avals = [aval for operand in given for aval in operand.avals]
+
+        def run(*values: jax.Array) -> list[jax.Array]:
+            left = list(values)
+            grown = [
+                operand.grown(site, [left.pop(0) for _ in operand.atoms])
+                for operand in given
+            ]
+            return site.run(grown)
+
+        try:
+            with compat.as_user_code(eqn):
+                return jax.make_jaxpr(run)(*avals), atoms
+        except DependsOnPlace:
+            return None
+
+    def joined(
+        self, eqn: JaxprEqn, pieces: Sequence[Piece], window: Piece, *_: Piece
+    ) -> Rewritten | None:
+        """Pieces that make fewer rows than there are, together."""
+        dim = window.dim
+        more = self.pieces.like(window).shape[dim] - shaped(eqn.outvars[0]).shape[dim]
+        if more <= 0 or not self.pieces.fit(pieces, eqn, more):
+            return None
+        before = 0
+        for piece in pieces:
+            if piece.source is not None:  # it stays where it is, if there is room
+                return join(pieces, eqn, more, min(max(piece.start - before, 0), more))
+            before += piece.size
+        return None
+
+    def given(self, site: Site, operands: Sequence[Atom]) -> list[Given] | None:
+        """How each operand comes to have all rows; None if one has other rows."""
+        out: list[Given] = []
+        for i, (atom, var) in enumerate(zip(operands, site.eqn.invars, strict=True)):
+            dim, window = site.operand_dims[i], self.window(atom)
+            if dim is None:
+                out.append(Given((atom,), (compat.abstract(var.aval),)))
+            elif window is not None and window.dim == dim:
+                if self.pieces.like(window).shape[dim] != site.rows:
+                    return None
+                aval = self.pieces.like(window)
+                out.append(Given((window.source,), (aval,), i, start=window.start))
+            elif isinstance(atom, int) and self.marks[atom][dim] == ROWS:
+                return None
+            elif not isinstance(shaped(var).dtype, np.dtype):
+                return None
+            else:
+                out.append(self.spread_over(site, i, atom))
+        return out
+
+    def spread_over(self, site: Site, i: int, atom: Atom) -> Given:
+        """An operand that is no piece of the batch: a broadcast is made larger."""
+        found = self.spread.get(atom) if isinstance(atom, int) else None
+        dim, aval = site.operand_dims[i], site.eqn.invars[i].aval
+        if found is None or dim in _kept(found[0]):
+            return Given((atom,), (compat.abstract(aval),), i)
+        eqn, operands = found
+        avals = tuple(compat.abstract(v.aval) for v in eqn.invars)
+        return Given(operands, avals, i, broadcast=eqn)
+
+
+def _kept(eqn: JaxprEqn) -> set[int]:
+    """The dimensions of a broadcast that its operand has as they are."""
+    shape, dims = shaped(eqn.invars[0]).shape, eqn.params["broadcast_dimensions"]
+    return {d for n, d in zip(shape, dims, strict=True) if n != 1}
