@@ -1,6 +1,7 @@
 """Draws the figures of the documentation, as SVG files beside this one.
 
-In: a real plan (`one_step`), benchmarks/README.md (`wire`). Out: text of SVG files that
+In: a real plan (`one_step`), stored shardings (`storage`), benchmarks/README.md
+(`wire`); the others are drawn by hand. Out: text of SVG files that
 are legible on light and dark pages. Run `python docs/figures/draw.py` to write them.
 """
 
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import shardfn
 from shardfn._core.plan import Ref, Reshard
 from shardfn.analysis.plan import Plan
+from shardfn.storage._layout import choose_dim
 
 HERE = Path(__file__).parent
 STYLE = """
@@ -194,15 +196,10 @@ def matmul() -> str:
         out.append(text(x + side / 2, y + side + 18, name, "middle"))
         return out
 
-    def arrow(x: float, y: float, above: str) -> list[str]:
-        shaft = path([(x, y), (x + 96, y)], "line")
-        head = path([(x + 90, y - 5), (x + 96, y), (x + 90, y + 5)], "line")
-        return [shaft, head, text(x + 48, y - 10, above, "middle small")]
-
     up, down = 40.0, 180.0
     parts = [text(0, 20, "Forward")]
     parts += grid(24, up, "shard", "columns", True, "w, a shard")
-    parts += arrow(104, up + side / 2, "all-gather")
+    parts += arrow(104, up + side / 2, 96, "all-gather")
     parts += grid(224, up, "batch", "rows", True, "x, my rows")
     parts.append(text(304, up + side / 2 + 5, "@"))
     parts += grid(334, up, "whole", "columns", False, "w, whole")
@@ -214,9 +211,171 @@ def matmul() -> str:
     parts += grid(134, down, "result", "rows", True, "dy, my rows")
     parts.append(text(214, down + side / 2 + 5, "="))
     parts += grid(244, down, "gradient", "columns", False, "dw, my term")
-    parts += arrow(328, down + side / 2, "reduce-scatter")
+    parts += arrow(328, down + side / 2, 96, "reduce-scatter")
     parts += grid(444, down, "gradient", "columns", True, "dw, a shard")
     return svg(540, down + side + 26, "One matmul on one of four devices", parts)
+
+
+# Boxes and arrows
+
+Box = tuple[str, ...]
+"""A title, and lines below it."""
+
+
+def arrow(x: float, y: float, length: float, above: str = "") -> list[str]:
+    head = path(
+        [(x + length - 6, y - 5), (x + length, y), (x + length - 6, y + 5)], "line"
+    )
+    words = [text(x + length / 2, y - 8, above, "middle small")] if above else []
+    return [path([(x, y), (x + length, y)], "line"), head, *words]
+
+
+def flow(label: str, rows: list[list[Box | str]], width: float = 132) -> str:
+    """Rows of boxes with arrows between them, which strings say the work of."""
+    parts, y, right, gap = [], 12.0, 0.0, 76.0
+    for row in rows:
+        boxes = [cell for cell in row if not isinstance(cell, str)]
+        height, x = 26 + 16.0 * max(len(box) - 1 for box in boxes), 2.0
+        for cell in row:
+            if isinstance(cell, str):
+                parts += arrow(x + 4, y + height / 2, gap - 8, cell)
+                x += gap
+                continue
+            parts.append(rect(x, y, width, height, "edge"))
+            parts.append(text(x + width / 2, y + 18, cell[0], "middle"))
+            for i, line in enumerate(cell[1:]):
+                parts.append(text(x + width / 2, y + 36 + 16 * i, line, "middle small"))
+            x += width
+        right, y = max(right, x), y + height + 22
+    return svg(right + 2, y - 10, label, parts)
+
+
+def pipeline() -> str:
+    step, program = ("train_step", "your function"), ("Program", "global shapes")
+    plan = ("plan", "factors and moves")
+    better = ("plan", "the same moves,", "at better times")
+    local = ("local program", "of one device")
+    row = [
+        step,
+        "trace",
+        program,
+        "propagate",
+        plan,
+        "schedule",
+        better,
+        "lower",
+        local,
+    ]
+    return flow("The stages of fully_shard", [row], width=104)
+
+
+def trace() -> str:
+    step = ("train_step", "state, batch", "as abstract values")
+    jaxpr = ("jaxpr", "equations on", "global shapes")
+    program = ("Program", "calls inlined,", "equal values merged")
+    marked = ("Program", "passes, leaves,", "state found")
+    return flow(
+        "The trace", [[step, "jaxpr", jaxpr, "number", program, "mark", marked]]
+    )
+
+
+def lowering() -> str:
+    plan = ("plan", "what is split,", "what moves when")
+    local = ("local program", "the same equations", "on local blocks")
+    manual = ("shard_map", "manual over data,", "types checked")
+    jitted = ("jit", "stored shardings in,", "state donated")
+    return flow("Lowering", [[plan, "emit", local, "wrap", manual, "compile", jitted]])
+
+
+def analysis() -> str:
+    plan, table = ("plan", "frozen value"), ("Plan", "one line per move")
+    program, moves = (
+        ("compiled", "text of the program"),
+        ("collectives", "with sizes, groups"),
+    )
+    checked, report = (
+        ("Verification", "line by line"),
+        ("Report", "memory, bytes, time"),
+    )
+    return flow(
+        "What is read off a plan and a compiled program",
+        [
+            [plan, "list", table],
+            [program, "read", moves, "compare", checked],
+            [program, "read", moves, "play", report],
+        ],
+    )
+
+
+def values() -> str:
+    """The three ways to lie along a mesh axis, and the moves between them."""
+    width, gap, y, height = 132.0, 128.0, 40.0, 46.0
+    names = [
+        ("unreduced", "a term of the sum"),
+        ("split", "a block"),
+        ("replicated", "all of it"),
+    ]
+    parts = []
+    for i, (name, what) in enumerate(names):
+        x = 2 + i * (width + gap)
+        parts.append(rect(x, y, width, height, "edge"))
+        parts.append(text(x + width / 2, y + 20, name, "middle"))
+        parts.append(text(x + width / 2, y + 38, what, "middle small"))
+    parts += arrow(width + 6, y + 16, gap - 8, "reduce-scatter")
+    parts += arrow(2 * width + gap + 6, y + 16, gap - 8, "all-gather")
+    back = 2 * width + 2 * gap - 2
+    parts.append(path([(back, y + 34), (back - gap + 8, y + 34)], "line"))
+    tip = back - gap + 8
+    parts.append(path([(tip + 6, y + 29), (tip, y + 34), (tip + 6, y + 39)], "line"))
+    parts.append(
+        text(back - gap / 2 + 4, y + 50, "slice: nothing moves", "middle small")
+    )
+    left, right, low = 2 + width / 2, 2 + 2.5 * width + 2 * gap, y + height + 26
+    parts.append(path([(left, y + height), (left, low), (right, low)], "line"))
+    parts.append(path([(right, low), (right, y + height + 2)], "line"))
+    up = [
+        (right - 5, y + height + 8),
+        (right, y + height + 2),
+        (right + 5, y + height + 8),
+    ]
+    parts.append(path(up, "line"))
+    parts.append(text((left + right) / 2, low + 16, "all-reduce", "middle small"))
+    top = 2 + 1.5 * width + gap
+    loop = [(top - 30, y), (top - 30, y - 16), (top + 30, y - 16), (top + 30, y - 2)]
+    parts.append(path(loop, "line"))
+    parts.append(
+        path([(top + 25, y - 8), (top + 30, y - 2), (top + 35, y - 8)], "line")
+    )
+    parts.append(text(top, y - 22, "all-to-all: another dimension", "middle small"))
+    return svg(3 * width + 2 * gap + 4, low + 24, "Moves between shardings", parts)
+
+
+# How leaves are stored
+
+
+def storage() -> str:
+    """Which elements of three leaves the third of four devices stores."""
+    count, mine, cell, x = 4, 2, 14.0, 2.0
+    parts = []
+    for rows, columns in ((8, 6), (6, 8), (5, 3)):
+        dim = choose_dim((rows, columns), count)
+        said = "flattened and padded" if dim is None or dim < 0 else f"dimension {dim}"
+        for row in range(rows):
+            for column in range(columns):
+                at = (row, column)
+                index = row * columns + column if dim is None or dim < 0 else at[dim]
+                size = (
+                    rows * columns if dim is None or dim < 0 else (rows, columns)[dim]
+                )
+                own = index // -(-size // count) == mine
+                kind = "whole" if own else "edge"
+                parts.append(rect(x + column * cell, 30 + row * cell, cell, cell, kind))
+        parts.append(text(x, 18, f"[{rows}, {columns}]"))
+        parts.append(text(x, 30 + 8 * cell + 20, f"split: {said}", "small"))
+        x += max(columns * cell, 130) + 50
+    return svg(
+        x - 40, 30 + 8 * cell + 30, "What the third of four devices stores", parts
+    )
 
 
 # Bytes and memory beside jit
@@ -241,7 +400,17 @@ def wire() -> str:
     return svg(660, y + 4, "Bytes that each device sends per step", parts)
 
 
-FIGURES = {"one_step.svg": one_step, "matmul.svg": matmul, "wire.svg": wire}
+FIGURES = {
+    "pipeline.svg": pipeline,
+    "matmul.svg": matmul,
+    "trace.svg": trace,
+    "values.svg": values,
+    "one_step.svg": one_step,
+    "lowering.svg": lowering,
+    "storage.svg": storage,
+    "analysis.svg": analysis,
+    "wire.svg": wire,
+}
 
 if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")
