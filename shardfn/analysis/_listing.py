@@ -8,6 +8,7 @@ import itertools
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from shardfn._core.automatic_axes import part_shape
 from shardfn._core.control import Control
@@ -24,7 +25,7 @@ from shardfn._core.plan import (
     line_name,
     together,
 )
-from shardfn._core.program import Program
+from shardfn._core.program import Node, Program
 from shardfn._core.sharding import Axes
 from shardfn.analysis._replicated import work_of
 from shardfn.analysis.collective import Collective
@@ -105,8 +106,17 @@ class _Parameters:
         self.bytes[key] = max(self.bytes.get(key, 0), size)
 
 
+_Same = Mapping[int, tuple[int, ...]]
+"""Of a body's arguments, which values of programs around it they are."""
+
+
 def _walk(
-    program: Program, body: BodyPlan, axes: Axes, times: int | None, at: Place = ()
+    program: Program,
+    body: BodyPlan,
+    axes: Axes,
+    times: int | None,
+    at: Place = (),
+    same: _Same = MappingProxyType({}),
 ) -> Iterator[Line]:
     """Every collective, and the bytes of the parameters that it gathers."""
     users = _users(program, body)
@@ -114,7 +124,7 @@ def _walk(
         if isinstance(step, Reshard):
             steps = together(body.steps, index)
             each = [
-                list(_moves(program, s, users.get(s.result), axes, times, at))
+                list(_moves(program, s, users.get(s.result), axes, times, at, same))
                 for s in steps
             ]
             yield from map(_joined, zip(*each, strict=True))
@@ -125,7 +135,19 @@ def _walk(
             runs = None if times is None else times * ((step.times or 0) + ahead.lead)
             yield from _walk(bodies[0], ahead.part, axes, runs, (*at, step.node, 0))
         for i, (program_i, plan_i) in enumerate(zip(bodies, step.bodies, strict=True)):
-            yield from _walk(program_i, plan_i, axes, inner, (*at, step.node, i))
+            known = _inside(program.nodes[step.node], i, at, same)
+            yield from _walk(program_i, plan_i, axes, inner, (*at, step.node, i), known)
+
+
+def _inside(node: Node, i: int, at: Place, same: _Same) -> _Same:
+    """The arguments of a body that are values of the program in `at`."""
+    region, inputs = node.regions[i], node.bodies[i].inputs
+    given = ((a, node.inputs[region.operands[a]]) for a in region.constants)
+    return {
+        inputs[a]: same.get(atom, (*at, atom))
+        for a, atom in given
+        if isinstance(atom, int)
+    }
 
 
 def _moves(
@@ -135,6 +157,7 @@ def _moves(
     axes: Axes,
     times: int | None,
     at: Place,
+    same: _Same,
 ) -> Iterator[Line]:
     place, fallback = user or ("", "")
     names = program.leaf(step.source.value)
@@ -159,6 +182,7 @@ def _moves(
                 devices=move.devices(step.part_shape, axes),
                 reduces=move.reduces,
                 gradient=step.during.gradient,
+                value=same.get(step.source.value, (*at, step.source.value)),
             ),
             ((names, size, step.itemsize),) if gathers else (),
         )

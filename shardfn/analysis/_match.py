@@ -282,13 +282,10 @@ def _status(need: _Need, needs: Iterable[_Need], merged: str) -> str:
 
 
 def _is_twin(need: _Need, other: _Need) -> bool:
-    """Whether `other`, which is there, gathers the same value as `need`."""
+    """Whether `other`, which is there, gathers the same leaf as `need`, or the same
+    value."""
     a, b = need.line, other.line
-    same = (a.axis, a.dtype, a.path, a.elements) == (
-        b.axis,
-        b.dtype,
-        b.path,
-        b.elements,
-    )
+    alike = (a.axis, a.dtype, a.elements) == (b.axis, b.dtype, b.elements)
+    same = a.path == b.path if a.path else a.value == b.value
     gathers = a.op == b.op == AllGather.op
-    return other is not need and not other.runs and same and gathers and bool(a.path)
+    return other is not need and not other.runs and alike and same and gathers

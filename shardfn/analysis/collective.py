@@ -29,6 +29,8 @@ class Collective:
       gradient: which gradient of the step it is part of, counted from 0.
       parts: state leaves that move together, and the wire bytes of each; empty if only
         one moves. The shape is then that of their concatenation.
+      value: which value of the program is moved: the same for moves of it in several
+        bodies.
       reduces: what a reduction reduces with: "sum", "max", "min", "and", "or"; else "".
     """
 
@@ -48,6 +50,7 @@ class Collective:
     parts: tuple[tuple[str, int], ...] = ()
     reduces: str = ""
     gradient: int = 0
+    value: tuple[int, ...] = field(default=(), compare=False)
 
     @property
     def total_bytes(self) -> int:

@@ -369,3 +369,38 @@ def test_verify_is_a_known_word_and_needs_a_mesh() -> None:
         shardfn.fully_shard(scanned, verify="error")
     assert "verify='error' needs a mesh" in str(caught.value)
     assert "with plan.verify(compiled)" in str(caught.value)
+
+
+def test_a_gather_of_rows_that_another_pass_repeats_is_as_planned() -> None:
+    """The backward pass of a checkpoint gathers the flipped rows again, which a
+    compiler that looks through barriers does not."""
+
+    def step(w, x):
+        def loss(x):
+            best, _ = lax.top_k(jnp.flip(x, 0), WIDTH)
+            return x.mean() + best.mean() + jnp.exp(-x * x).mean()
+
+        value, grads = jax.value_and_grad(jax.checkpoint(loss))(x)
+        return w, value + jnp.tanh(grads).mean()
+
+    sharded = shard_fn(step, cpu_mesh(8), STACK, BATCH)
+    compiled = sharded.compile(**QUICK)
+    checked = sharded.plan.verify(compiled)
+    found = [status for _, op, status in statuses(checked) if op == "all_gather"]
+    assert len(found) == 3 and checked.ok
+    shared = {"shared"} if CPU_MERGES_GATHERS else set()
+    assert {*found} == {"present"} | shared
+
+
+def test_a_loop_of_one_iteration_is_none() -> None:
+    def step(w, x):
+        def loss(w):
+            h, _ = lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w)
+            return jnp.mean(h**2)
+
+        value, grads = jax.value_and_grad(loss)(w)
+        return w - grads, value
+
+    sharded = shard_fn(step, cpu_mesh(8), (1, WIDTH, WIDTH), BATCH)
+    checked = sharded.plan.verify(sharded.compile(**QUICK))
+    assert statuses(checked) == [FORWARD, LOSS, SCATTER]

@@ -9,13 +9,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax import lax
 from jax import numpy as jnp
 from jax._src import core as _core
 from jax.extend import core
 from jax.extend.core import JaxprEqn
 
 from shardfn._core.compat.arrays import abstract
-from shardfn._core.compat.jaxprs import close_jaxpr
+from shardfn._core.compat.jaxprs import close_jaxpr, scan_counts
+from shardfn._core.compat.primitives import scan_p
 from shardfn._core.compat.source_lines import as_user_code
 
 _INLINED = ("jit", "closed_call", "core_call", "eval_jaxpr")
@@ -34,7 +36,8 @@ def inlined_body(eqn: JaxprEqn) -> Any | None:
 
     That is the body of a call (jit, ...), of a solve whose derivative is known (the
     solver itself), and of a while loop under `jax.vmap`, whose condition is an array;
-    of a `jax.device_put` of a pytree, one for every leaf.
+    of a `jax.device_put` of a pytree, one for every leaf. A scan of one iteration is no
+    loop either: XLA makes none of it.
     """
     name = eqn.primitive.name
     if name in _INLINED:
@@ -42,6 +45,8 @@ def inlined_body(eqn: JaxprEqn) -> Any | None:
         return params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
     if name == "while" and close_jaxpr(eqn.params["cond_jaxpr"]).out_avals[0].shape:
         return _traced(eqn, lambda *xs: _loop_while_any(eqn, xs))
+    if eqn.primitive is scan_p and eqn.params["length"] == 1:
+        return _traced(eqn, lambda *xs: _iterate_once(eqn, xs))
     if name == "device_put" and len(eqn.invars) > 1:
         return _traced(eqn, lambda *xs: _put_each(eqn, xs))
     if name == "custom_linear_solve":
@@ -100,6 +105,16 @@ def _loop_while_any(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
     return jax.lax.while_loop(
         lambda carry: jnp.any(test(*tested, *carry)[0]), iteration, list(operands[end:])
     )
+
+
+def _iterate_once(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+    """A scan of one iteration, without a loop."""
+    constants, carries = scan_counts(eqn)
+    start = constants + carries
+    body = core.jaxpr_as_fun(close_jaxpr(eqn.params["jaxpr"]))
+    slices = (lax.squeeze(x, [0]) for x in operands[start:])
+    out = body(*operands[:start], *slices)
+    return [*out[:carries], *(lax.expand_dims(y, [0]) for y in out[carries:])]
 
 
 def _put_each(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
