@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from shardfn._core.automatic_axes import AutoSplit, part_shape
 from shardfn._core.moves import AllGather, Move, moves_of
-from shardfn._core.phases import Pass
+from shardfn._core.phases import BACKWARD, FORWARD, UPDATE, Pass
 from shardfn._core.sharding import Axes, Sharding, Split
 
 
@@ -246,6 +246,25 @@ def line_names(text: str) -> frozenset[str]:
     """The names in the metadata of a compiled operation, which may stand for several
     moves."""
     return frozenset(re.findall(r"\bshardfn(?:\.\d+)+", text))
+
+
+REPEATED = "repeated"
+"""What rematerialization runs again."""
+
+
+def phase_name(phase: str) -> str:
+    """The name scope of operations in a phase, which compilers keep, too."""
+    return f"shardfn_{phase}"
+
+
+def phase_in(text: str) -> str:
+    """The phase in the metadata of a compiled operation, of the innermost body that it
+    is in; "" if there is none."""
+    found = re.findall(rf"\bshardfn_({'|'.join(_PHASES)})\b", text)
+    return found[-1] if found else ""
+
+
+_PHASES = (FORWARD, BACKWARD, UPDATE, REPEATED)
 
 
 def communicating_moves(step: Reshard, axes: Axes) -> Iterator[tuple[int, Move]]:

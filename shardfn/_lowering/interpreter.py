@@ -19,11 +19,13 @@ from jax import lax
 from shardfn._core import compat
 from shardfn._core.barrier import barrier
 from shardfn._core.plan import (
+    REPEATED,
     Apply,
     BodyPlan,
     Place,
     Ref,
     Reshard,
+    phase_name,
     reads,
     together,
 )
@@ -216,7 +218,9 @@ class _Run:
         ]
         if step.after is not None:
             operands[0] = self.waiting(operands[0], step.after)
-        with compat.as_user_code(node.eqn):
+        again = compat.is_repeated(node.eqn)
+        phase = phase_name(REPEATED if again else node.during.phase)
+        with compat.as_user_code(node.eqn), jax.named_scope(phase):
             if node.kind == "op":
                 results = self.op(step, node, operands)
             elif node.kind == "barrier":

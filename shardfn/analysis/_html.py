@@ -14,7 +14,7 @@ from typing import Any
 
 from shardfn._core.limits import PAGE_LEAVES, PAGE_POINTS
 from shardfn._core.moves import AllGather, AllReduce, ReduceScatter
-from shardfn._core.plan import line_names
+from shardfn._core.plan import line_names, phase_in
 from shardfn.analysis._figures import Figures, StoredLeaf
 from shardfn.analysis._hlo.timeline import MATMUL, OTHER, WAIT, Span
 from shardfn.analysis._text import seconds_text, shape_text, size_text
@@ -107,11 +107,7 @@ def _kind(span: Span) -> str:
     """The colour of what runs on the device."""
     if span.kind != MATMUL:
         return WAIT if span.kind == WAIT else OTHER
-    if "rematted_computation" in span.op_name:
-        return "repeated"
-    if "transpose(" in span.op_name:
-        return "backward"
-    return "forward" if "jvp(" in span.op_name else "update"
+    return phase_in(span.op_name) or OTHER
 
 
 def _device_spans(spans: Iterable[Span]) -> list[list[Any]]:
@@ -119,8 +115,9 @@ def _device_spans(spans: Iterable[Span]) -> list[list[Any]]:
 
 
 def _short(op_name: str) -> str:
-    """The last parts of a name stack."""
-    return "/".join(op_name.split("/")[-3:])
+    """The last parts of a name stack, without the phases that are shown as colours."""
+    parts = [part for part in op_name.split("/") if not phase_in(part)]
+    return "/".join(parts[-3:])
 
 
 def _merged(spans: list[list[Any]], rounds: Sequence[Round]) -> list[list[Any]]:

@@ -6,10 +6,13 @@ import math
 import re
 from collections import Counter
 
+import jax
 import jax.numpy as jnp
 import pytest
 from plan_helpers import Sharded, cpu_mesh, shard_fn, shard_gpt, walk
 from programs import gpt
+
+from shardfn._core.plan import phase_in
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -49,3 +52,22 @@ def test_padding_counts_as_elements() -> None:
     (line,) = sharded.plan.collectives
     assert line.elements == 30 * 1000
     assert emitted_names(sharded) == {(line.name, line.elements): 1}
+
+
+def test_matmuls_carry_their_pass_whatever_scopes_are_called() -> None:
+    """Of a network in a checkpoint, and of one applied after its gradient."""
+
+    def step(w, x):
+        def loss(w):
+            with jax.named_scope("transpose(x)"):
+                return jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w) ** 2)
+
+        grads = jax.grad(jax.checkpoint(loss))(w)
+        return w - grads @ grads, loss(w)
+
+    text = shard_fn(step, cpu_mesh(8), (16, 16), (8, 16)).compile().as_text()
+    names = set(re.findall(r'op_name="([^"]*dot_general)"', text))
+    phases = {phase_in(name): name for name in names}
+    assert {*phases} == {"forward", "repeated", "backward", "update"}
+    assert "rematted_computation" in phases["repeated"]
+    assert "jvp" not in phases["forward"] and "transpose(x)" in phases["forward"]
