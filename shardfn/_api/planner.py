@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from shardfn._api.dump_plans import dumping
 from shardfn._core import compat
 from shardfn._core.automatic_axes import auto_names
 from shardfn._core.control import Control
@@ -37,6 +38,7 @@ from shardfn.analysis._program_hash import fingerprint_of
 from shardfn.analysis._replicated import work_of
 from shardfn.analysis.collective import Collective
 from shardfn.analysis.plan import Plan
+from shardfn.storage._layout import layouts
 
 
 def plan_traced(
@@ -107,6 +109,7 @@ def plan_traced(
             [*autos, *[()] * others],
             traced.program,
         ),
+        observe=dumping(axes),
     )
     unused = _unused_axes(program, state, axes)
     notes = (
@@ -114,7 +117,9 @@ def plan_traced(
         *_nothing_sharded(state, stored, axes, min_size),
         *(f"mesh axis {n}={size} is left to XLA, unused" for n, size in unused),
     )
-    return Planned(traced, program, body, state, stored, axes, asked, notes, unused)
+    return Planned(
+        traced, program, body, state, stored, axes, asked, notes, unused, min_size
+    )
 
 
 def _nothing_sharded(
@@ -205,7 +210,22 @@ def describe(planned: Planned, *, fingerprint: bool = True) -> Plan:
         fingerprint_of(planned.program) if fingerprint else "",
         planned.state,
         planned.notes,
+        _layouts(planned),
     )
+
+
+def _layouts(planned: Planned) -> list[tuple[Sharding, str]]:
+    """How each leaf of the state is stored, and why."""
+    found = layouts(
+        [leaf.path for leaf in planned.state],
+        [leaf.aval for leaf in planned.state],
+        planned.axes,
+        planned.min_size,
+        [leaf.auto for leaf in planned.state],
+        planned.control,
+    )
+    texts = ("; ".join(text.format(*n) for text, n in why) for _, why in found)
+    return list(zip(planned.stored, texts, strict=True))
 
 
 def check_replicated(planned: Planned) -> None:

@@ -87,11 +87,11 @@ class Control:
         for option, choices in self.choices:
             wider: list[tuple[str, Any, set[str]]] = []
             for pattern, value in choices:
-                taken = {name for name in names if _matches(name, pattern)}
+                taken = {name for name in names if matches(name, pattern)}
                 if not taken:
                     raise ShardingError(
                         f"{option} names '{pattern}', which matches no leaf of the "
-                        f"state.\n{called()}{self._given()}{_instead(pattern, names)}"
+                        f"state.\n{called()}{self._given()}{advice(pattern, names)}"
                     )
                 for earlier, other, held in wider:
                     if held > taken and other != value:
@@ -209,13 +209,13 @@ def _of(control: Control, leaf: str) -> LeafControl:
     chosen: dict[str, Any] = {}
     for option, choices in control.choices:
         for pattern, value in choices:
-            if _matches(leaf, pattern):
+            if matches(leaf, pattern):
                 chosen[option] = value
                 break
     return LeafControl(**chosen)
 
 
-def _instead(pattern: str, names: Sequence[str]) -> str:
+def advice(pattern: str, names: Sequence[str]) -> str:
     """Advice for a pattern that matches none of `names`: what was meant, if it can be
     told."""
     inner = {n.rsplit("/", i)[0] for n in names for i in range(1, n.count("/") + 1)}
@@ -228,7 +228,7 @@ def _instead(pattern: str, names: Sequence[str]) -> str:
     )
 
 
-def _matches(leaf: str, pattern: str) -> bool:
+def matches(leaf: str, pattern: str) -> bool:
     """Whether `pattern` names the leaf, or a subtree that it lies in."""
     whole = fnmatch.fnmatchcase(leaf, pattern)
     return whole or fnmatch.fnmatchcase(leaf, f"{pattern}/*")
@@ -246,6 +246,6 @@ def _by_pattern(option: Option, given: Any) -> Mapping[str, Any]:
 
 def _pattern(option: str, pattern: Any) -> str:
     if not isinstance(pattern, str):
-        advice = "Pass a mapping from path patterns, which are strings, to values."
-        cannot_be(f"a pattern of {option}", pattern, advice)
+        text = "Pass a mapping from path patterns, which are strings, to values."
+        cannot_be(f"a pattern of {option}", pattern, text)
     return pattern

@@ -69,6 +69,10 @@ programs five are above the share, and none is above both."""
 STATE_DEPTH = 3
 """How deep in what a step returns a state may lie: `((params, opt_state), loss)`."""
 
+LIKE_STATE_DEPTH = 8
+"""How deep in a state a tree may lie that another argument is like, as parameters do in
+the moments of a chain of optimizers."""
+
 REACHED_OBJECTS = 20_000
 """Objects reached from a step in search of an axis name; a step that reaches more is
 taken to name any."""

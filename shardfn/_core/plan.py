@@ -8,11 +8,12 @@ sharding, `Apply` steps run one node of the program on such versions.
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from shardfn._core.automatic_axes import AutoSplit, part_shape
 from shardfn._core.moves import AllGather, Move, moves_of
 from shardfn._core.phases import BACKWARD, FORWARD, UPDATE, Pass
+from shardfn._core.reasons import Cause, Note
 from shardfn._core.sharding import Axes, Sharding, Split
 
 
@@ -43,6 +44,8 @@ class Reshard:
       auto: how automatic mesh axes split the value, which moves part by part.
       together: what the first of several moves makes that are one collective; they
         stand next to each other, and their paths are of the same kinds.
+      cause: what it is for; no part of what plans are compared by.
+      notes: what passes did to it, no part of that either.
     """
 
     source: Ref
@@ -57,6 +60,8 @@ class Reshard:
     after: Ref | None = None
     auto: AutoSplit = ()
     together: Ref | None = None
+    cause: Cause | None = field(default=None, compare=False, repr=False)
+    notes: tuple[Note, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def phase(self) -> str:

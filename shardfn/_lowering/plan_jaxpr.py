@@ -13,6 +13,7 @@ from shardfn._core.control import NOTHING_ASKED, Control
 from shardfn._core.plan import BodyPlan
 from shardfn._core.program import Program, aval_of
 from shardfn._core.sharding import Axes, Sharding, stored_shape
+from shardfn._core.stages import Observer, unobserved
 from shardfn._propagation.automatic_axes import split_automatically
 from shardfn._propagation.propagate import propagate
 from shardfn._schedule.pipeline import schedule
@@ -49,6 +50,7 @@ def plan_jaxpr(
     small: int = 2,
     control: Control = NOTHING_ASKED,
     meaning: Meaning | None = None,
+    observe: Observer = unobserved,
 ) -> tuple[Program, BodyPlan]:
     """Plans a function of whole arrays, to be run on one device's blocks.
 
@@ -62,6 +64,7 @@ def plan_jaxpr(
       control: what is asked of the moves of state leaves.
       meaning: of a step, what its arguments and results are. Its results beyond those
         that are the state are then handed to the user, so none of them is padded.
+      observe: is given the plan after propagation, and after each schedule pass.
 
     Returns:
       The program, and its plan.
@@ -83,7 +86,8 @@ def plan_jaxpr(
         body = split_automatically(
             program, body, meaning.auto_inputs, meaning.auto_outputs
         )
-    return program, schedule(program, body, control, axes)
+    observe("propagate", program, body)
+    return program, schedule(program, body, control, axes, observe)
 
 
 def _without_padding(

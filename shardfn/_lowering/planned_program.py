@@ -35,6 +35,7 @@ class Planned:
       control: what was asked of the moves of state leaves.
       notes: what people should know of its arguments and of the mesh.
       unused: mesh axes that nothing is split over, and their devices.
+      min_size: leaves with fewer elements stay replicated.
     """
 
     traced: Traced
@@ -46,6 +47,7 @@ class Planned:
     control: Control
     notes: tuple[str, ...] = ()
     unused: tuple[tuple[str, int], ...] = ()
+    min_size: int = 0
 
     @property
     def input_avals(self) -> list[Any]:

@@ -6,12 +6,13 @@ fixpoint over their shardings, branches of a cond are joined.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from shardfn._core.control import Control
 from shardfn._core.plan import BodyPlan
 from shardfn._core.program import Node, Program
+from shardfn._core.reasons import Note
 from shardfn._core.regions import span
 from shardfn._core.resharding import can_split
 from shardfn._core.sharding import (
@@ -78,15 +79,17 @@ class FlowSite:
     small: int
     solve: Solve
     control: Control
+    notes: list[Note] = field(default_factory=list)
 
     def decide(self) -> Decision:
-        return {
+        decide = {
             "remat": self.remat,
             "scan": self.scan,
             "while": self.loop,
             "cond": self.branch,
             "custom": self.remat,
-        }[self.node.kind]()
+        }[self.node.kind]
+        return replace(decide(), notes=tuple(self.notes))
 
     # Helpers
 
@@ -243,7 +246,9 @@ class FlowSite:
             axes=self.axes,
             control=self.control,
         )
-        return carries.shardings([self.entering(i) for i in positions], may_sum)
+        found = carries.shardings([self.entering(i) for i in positions], may_sum)
+        self.notes += carries.notes
+        return found
 
     # cond
 

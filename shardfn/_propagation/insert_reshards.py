@@ -6,11 +6,13 @@ of each use in another sharding; schedule passes then share, delay or hoist them
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from shardfn._core.errors import where
 from shardfn._core.phases import UPDATE, Pass
 from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step
 from shardfn._core.program import Atom, Node, Program, last_pass, number_of
+from shardfn._core.reasons import OPERAND, OUTPUT, RESULT, Cause
 from shardfn._core.resharding import reshard_path
 from shardfn._core.sharding import Axes, Sharding, Split
 from shardfn._core.sizes import itemsize
@@ -45,8 +47,8 @@ def plan_steps(
         writer.node(index, node, decision)
     end = _end(program)
     returned = tuple(
-        writer.version(atom, sharding, end)
-        for atom, sharding in zip(program.outputs, outputs, strict=True)
+        writer.version(atom, sharding, end, (OUTPUT, j))
+        for j, (atom, sharding) in enumerate(zip(program.outputs, outputs, strict=True))
     )
     return BodyPlan(tuple(inputs), tuple(writer.steps), returned, tuple(outputs))
 
@@ -63,9 +65,12 @@ class _Writer:
     gradients: set[int] = field(default_factory=set)
 
     def node(self, index: int, node: Node, decision: Decision) -> None:
+        about = node, decision.parts, decision.operands, decision.notes
         operands = tuple(
-            self.version(atom, sharding, node.during)
-            for atom, sharding in zip(node.inputs, decision.operands, strict=True)
+            self.version(atom, sharding, node.during, (OPERAND, i, *about))
+            for i, (atom, sharding) in enumerate(
+                zip(node.inputs, decision.operands, strict=True)
+            )
         )
         self.steps.append(
             Apply(
@@ -83,12 +88,13 @@ class _Writer:
         )
         if self.is_gradient(node):
             self.gradients.update(node.outputs)
-        for value, made, settled in zip(
-            node.outputs, decision.made, decision.settled, strict=True
+        for j, (value, made, settled) in enumerate(
+            zip(node.outputs, decision.made, decision.settled, strict=True)
         ):
             if not same_blocks(made, settled):
+                cause = RESULT, j, *about
                 self.current[value] = self.move(
-                    Ref(value), made, settled, last_pass(node), stored=False
+                    Ref(value), made, settled, last_pass(node), False, cause
                 )
 
     def is_gradient(self, node: Node) -> bool:
@@ -99,8 +105,11 @@ class _Writer:
         linear = node.rule.linear if node.rule is not None else ()
         return bool(given) and any(given <= group for group in linear)
 
-    def version(self, atom: Atom, sharding: Sharding, during: Pass) -> Ref | None:
-        """A version of `atom` in `sharding`, moved here if it has to be."""
+    def version(
+        self, atom: Atom, sharding: Sharding, during: Pass, cause: tuple[Any, ...]
+    ) -> Ref | None:
+        """A version of `atom` in `sharding`, moved here if it has to be: for a `Cause`
+        of these fields, which is not made for the many that stay."""
         if not isinstance(atom, int):
             return None
         now = self.env[atom]
@@ -108,10 +117,16 @@ class _Writer:
         if same_blocks(now, sharding):
             return ref
         stored = any(isinstance(s, Split) and s.stored for s in now)
-        return self.move(ref, now, sharding, during, stored)
+        return self.move(ref, now, sharding, during, stored, cause)
 
     def move(
-        self, source: Ref, start: Sharding, end: Sharding, during: Pass, stored: bool
+        self,
+        source: Ref,
+        start: Sharding,
+        end: Sharding,
+        during: Pass,
+        stored: bool,
+        cause: tuple[Any, ...],
     ) -> Ref:
         aval = self.program.avals[source.value]
         number = self.versions.get(source.value, 0) + 1
@@ -131,6 +146,7 @@ class _Writer:
                 during=during,
                 stored=stored,
                 gradient=source.value in self.gradients,
+                cause=Cause(*cause),
             )
         )
         return result

@@ -6,7 +6,7 @@ are moved back to it.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from shardfn._core.control import Control
@@ -14,6 +14,7 @@ from shardfn._core.leaves import NO_LEAF, Names
 from shardfn._core.limits import LOOP_BYTES
 from shardfn._core.plan import BodyPlan, Reshard
 from shardfn._core.program import Program
+from shardfn._core.reasons import Note
 from shardfn._core.resharding import can_split
 from shardfn._core.sharding import (
     Axes,
@@ -25,6 +26,15 @@ from shardfn._core.sharding import (
 )
 from shardfn._core.sizes import nbytes
 from shardfn._propagation.preferences import Wants, preferred, split_as_wanted
+
+SUMMED = (
+    "the sums that it carries take {} together, at most {} (limits.LOOP_BYTES), so "
+    "they are reduced once, behind it"
+)
+SCATTERED = (
+    "the sums that it carries take {} together, more than {} (limits.LOOP_BYTES), so "
+    "they are reduced in every iteration"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +49,7 @@ class Carries:
       wants: what the consumers of their last values want.
       axes: the mesh axes.
       control: which sums to leave unreduced until after the loop.
+      notes: the threshold that decided, once it has.
     """
 
     body: Program
@@ -47,6 +58,7 @@ class Carries:
     wants: Sequence[Wants]
     axes: Axes
     control: Control
+    notes: list[Note] = field(default_factory=list)
 
     def shardings(
         self, initial: Sequence[Sharding], may_sum: bool
@@ -97,6 +109,9 @@ class Carries:
         asked = {k: self.control.of(*self.leaf(k)).accumulate for k in found}
         size = sum(nbytes(self.avals[k]) for k in found if asked[k] == "auto")
         trial = list(carry)
+        if size:
+            text = SUMMED if size <= LOOP_BYTES else SCATTERED
+            self.notes[:] = [Note("propagate", text, (size, LOOP_BYTES))]
         for k in found:
             small = asked[k] == "auto" and size <= LOOP_BYTES
             trial[k] = self.terms(k, carry[k], small or asked[k] == "defer")

@@ -26,6 +26,7 @@ from shardfn._core.op_sharding_rule import (
 )
 from shardfn._core.plan import BodyPlan
 from shardfn._core.program import LITERAL, VALUE, ZERO
+from shardfn._core.reasons import Note
 from shardfn._core.resharding import can_split
 from shardfn._core.sharding import (
     Axes,
@@ -37,6 +38,12 @@ from shardfn._core.sharding import (
 )
 from shardfn._core.sizes import elements, nbytes
 from shardfn._propagation.preferences import Wants
+
+GROWN = Note(
+    "propagate",
+    f"the result has more than {GROWTH} times the elements of the stored operands, so "
+    "these are gathered in its place (limits.GROWTH)",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +58,8 @@ class Decision:
       bodies: plans of the bodies of control flow.
       wants: what control flow wants its operands in; empty for an op.
       fallback: whether operands are gathered because there is no rule.
+      notes: the thresholds that decided, for people; two decisions that differ in
+        nothing else are equal.
     """
 
     operands: tuple[Sharding, ...]
@@ -60,6 +69,7 @@ class Decision:
     bodies: tuple[BodyPlan, ...] = ()
     wants: tuple[Wants, ...] = ()
     fallback: bool = False
+    notes: tuple[Note, ...] = field(default=(), compare=False)
 
 
 @dataclass(slots=True)
@@ -81,6 +91,7 @@ class OpSite:
     operands: list[Sharding] = field(default_factory=list)
     results: list[Sharding] = field(default_factory=list)
     parts: list[tuple[str, int]] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
 
     def decide(self) -> tuple[list[Sharding], list[Sharding], list[tuple[str, int]]]:
         """Needed operand shardings, made result shardings, and the split factors."""
@@ -144,7 +155,11 @@ class OpSite:
             best = max(batch, key=lambda f: (batch[f], f in wanted))
             return best, False
         for factor, stored in wanted.items():
-            if not stored and (self.grows(axis) or (not held and open_to_split)):
+            if not stored and self.grows(axis):
+                if held:
+                    self.notes.append(GROWN)
+                return factor, False
+            if not stored and not held and open_to_split:
                 return factor, False
         if held:
             return self.cheapest(axis, held, wanted)

@@ -219,7 +219,8 @@ class _Body:
         )
         operands, results, parts = site.decide()
         made = tuple(results)
-        return Decision(tuple(operands), made, made, tuple(parts))
+        notes = tuple(site.notes)
+        return Decision(tuple(operands), made, made, tuple(parts), notes=notes)
 
     def fallback(self, node: Node, states: Sequence[Sharding]) -> Decision:
         """An op without a rule runs on whole operands."""

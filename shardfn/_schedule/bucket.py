@@ -13,6 +13,7 @@ from shardfn._core.moves import moves_of
 from shardfn._core.phases import Pass
 from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step, reads
 from shardfn._core.program import Program
+from shardfn._core.reasons import Note, noted
 from shardfn._core.sharding import AxisSharding, Split, Unreduced
 
 
@@ -44,6 +45,9 @@ def bucket(program: Program, body: BodyPlan, control: Control) -> BodyPlan:
             )
         buckets.add(step)
     return replace(body, steps=buckets.ordered())
+
+
+JOINED = "one of the moves of {} that are one collective, as bucket_bytes asks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +211,12 @@ class _Buckets:
             first = steps[found.members[0]]
             assert isinstance(first, Reshard)
             for i in found.members:
-                steps[i] = replace(steps[i], together=first.result, after=first.after)
+                step, note = steps[i], Note("bucket", JOINED, (found.bytes,))
+                assert isinstance(step, Reshard)
+                notes = noted(step, note)
+                steps[i] = replace(
+                    step, together=first.result, after=first.after, notes=notes
+                )
         return tuple(steps[i] for i in sorted(order, key=order.__getitem__))
 
 

@@ -14,9 +14,16 @@ from typing import TypeGuard
 from shardfn._core.limits import CHAINED_BYTES
 from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step, fresh
 from shardfn._core.program import Node, Program, mixes_passes
+from shardfn._core.reasons import Note, noted
 from shardfn._core.sharding import Split
 from shardfn._schedule.bodies import inside
 from shardfn._schedule.wire_dtypes import sums_gradient
+
+WAITS = Note(
+    "chain_reduce_scatters",
+    "waits for the large gradient before it (limits.CHAINED_BYTES: {} or more)",
+    (CHAINED_BYTES,),
+)
 
 
 def scatters_alone(step: Step, program: Program) -> TypeGuard[Reshard]:
@@ -64,7 +71,9 @@ class _Chain:
                 step = self.unit(step, self.program.nodes[step.node])
             elif chained and _scatters(step, self.program):
                 # A small one waits too, or XLA may combine it with an early link.
-                step = replace(step, after=step.after or self.last)
+                if step.after is None and self.last is not None:
+                    notes = noted(step, WAITS)
+                    step = replace(step, after=self.last, notes=notes)
                 if scatters_alone(step, self.program):
                     self.last = step.result
             self.steps.append(step)

@@ -16,6 +16,7 @@ from shardfn._core.control import Control
 from shardfn._core.phases import FORWARD
 from shardfn._core.plan import BodyPlan, Ref, Reshard, Step, fresh, without_moves
 from shardfn._core.program import Program
+from shardfn._core.reasons import Note, noted
 from shardfn._core.sharding import Sharding, Split, on_axis
 from shardfn._schedule.value_origins import Frame, Origin, depth_of
 
@@ -34,6 +35,13 @@ class _Gather:
     move: Reshard
     key: _Key
     group: int
+
+    @property
+    def kept(self) -> str:
+        """What is done with it, for people."""
+        if self.group:
+            return f"reshard_after_forward={self.group} keeps a part of it"
+        return "reshard_after_forward=False keeps it"
 
     @property
     def part(self) -> Reshard:
@@ -77,7 +85,8 @@ def keep(program: Program, body: BodyPlan, control: Control) -> BodyPlan:
     for source, user in kept:
         if source.place not in versions or len(user.place) == 1:
             value = user.move.source.value if len(user.place) == 1 else None
-            body, versions[source.place] = _export(program, body, source, value)
+            note = Note("keep_gathered", source.kept, (), user.move.cause)
+            body, versions[source.place] = _export(program, body, source, note, value)
     for source, user in reversed(kept):
         body = _import(program, body, user, source, versions[source.place])
     parted = {source.place: source for source, _ in kept if source.group}
@@ -115,6 +124,7 @@ def _export(
     program: Program,
     body: BodyPlan,
     found: _Gather,
+    note: Note,
     value: int | None = None,
     depth: int = 0,
 ) -> tuple[BodyPlan, Ref]:
@@ -123,9 +133,12 @@ def _export(
     index = found.place[depth]
     step = body.steps[index]
     if isinstance(step, Reshard):
-        return body, found.part.result if found.group else step.result
+        kept = replace(step, notes=noted(step, note))
+        ref = found.part.result if found.group else step.result
+        return _with_steps(body, index, kept), ref
     node = program.nodes[step.node]
-    inner, inside = _export(node.bodies[0], step.bodies[0], found, None, depth + 1)
+    at = depth + 1
+    inner, inside = _export(node.bodies[0], step.bodies[0], found, note, None, at)
     outside = fresh(body, node.outputs[0] if value is None else value)
     inner = replace(inner, exports=(*inner.exports, inside))
     step = replace(step, bodies=(inner,), exports=(*step.exports, outside))

@@ -14,6 +14,7 @@ from shardfn._core.leaves import Names
 from shardfn._core.phases import UPDATE
 from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step, fresh, reads
 from shardfn._core.program import Node, Program, mixes_passes
+from shardfn._core.reasons import Note, noted
 from shardfn._core.sharding import Sharding, Split
 from shardfn._schedule.bodies import inside
 
@@ -63,7 +64,8 @@ class _Order:
                     leaf = self.program.leaf(step.source.value)
                     self.enter(units.get(leaf, step.together or step.result))
                     token = self.start(leaf)
-                    step = replace(step, after=token or step.after)
+                    if token is not None:
+                        step = self.bound(step, leaf, token)
                     self.depth[step.result] = len(self.starts)
                 else:
                     self.depth[step.result] = self.depth.get(step.source, 0)
@@ -98,6 +100,13 @@ class _Order:
         at = len(self.starts) - 1 - ahead
         return self.starts[at] if ahead and at >= 0 else None
 
+    def bound(self, move: Reshard, leaf: Names, token: Ref) -> Reshard:
+        """A gather that waits for a version."""
+        ahead = self.control.of(*leaf).prefetch
+        text = f"waits for the layer {ahead} before its own to begin (prefetch)"
+        note = Note("limit_all_gathers", text)
+        return replace(move, after=token, notes=noted(move, note))
+
     def apply(self, step: Apply, node: Node) -> Apply:
         """Notes what a step makes, and what of it is the newest activation."""
         depth = max((self.depth.get(ref, 0) for ref in reads(step)), default=0)
@@ -126,7 +135,7 @@ class _Order:
                     if token not in inside:
                         inside[token] = fresh(body, program.inputs[0])
                         body = replace(body, imports=(*body.imports, inside[token]))
-                    move = replace(move, after=inside[token])
+                    move = self.bound(move, leaf, inside[token])
                     tied.add(leaf)
             steps.append(move)
         early = tuple(

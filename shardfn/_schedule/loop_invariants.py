@@ -16,6 +16,19 @@ from shardfn._core.control import Control
 from shardfn._core.limits import LOOP_BYTES
 from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step, reads, without_moves
 from shardfn._core.program import Program, mixes_passes
+from shardfn._core.reasons import Note, noted
+
+EQUAL = Note("loop_invariants", "left the loop: it is the same in every iteration")
+CALLED = Note("loop_invariants", "left the function with a derivative of its own")
+ASKED = Note("loop_invariants", "left the loop: reshard_after_forward=False")
+REPEATED = Note("loop_invariants", "stays in the loop: reshard_after_forward=True")
+SMALL = (
+    "left the loop: what its iterations share takes {}, at most {} (limits.LOOP_BYTES)"
+)
+LARGE = (
+    "stays in the loop: what its iterations share takes {}, more than {} "
+    "(limits.LOOP_BYTES)"
+)
 
 
 def hoist(
@@ -38,10 +51,14 @@ def hoist(
         and s.source.value in constants
         and readers[s.source] == 1
     ]
-    if node.kind != "custom":
-        moves = _leaving(node.bodies[body], [s for _, s in found], control)
-        leaving = {move.result for move in moves}
-        found = [(i, s) for i, s in found if s.result in leaving]
+    why: dict[Ref, Note] = {}
+    if node.kind == "custom":
+        why = {move.result: CALLED for _, move in found}
+    else:
+        moves = [move for _, move in found]
+        why, staying = _leaving(node.bodies[body], moves, control)
+        plan = _with_notes(plan, staying)
+        found = [(i, move) for i, move in found if move.result in why]
     out: list[Step] = []
     moved: dict[int, Reshard] = {}
     operands, shardings = list(step.operands), list(step.operand_shardings)
@@ -51,7 +68,10 @@ def hoist(
         if operand is None:
             continue
         outside = Ref(operand.value, next(versions))
-        out.append(replace(move, source=operand, result=outside, after=None))
+        notes = noted(move, why[move.result])
+        out.append(
+            replace(move, source=operand, result=outside, after=None, notes=notes)
+        )
         operands[at], shardings[at] = outside, move.path[-1]
         moved[i] = move
     plan = _without(plan, moved)
@@ -66,23 +86,46 @@ def hoist(
 
 def _leaving(
     body: Program, moves: Sequence[Reshard], control: Control
-) -> list[Reshard]:
-    """The moves of loop constants that leave the loop.
+) -> tuple[dict[Ref, Note], dict[Ref, Note]]:
+    """The moves of loop constants that leave the loop, by what they make, and those
+    that stay, both with the reason.
 
     A gather that is to be repeated after the forward pass stays in a loop that holds
     both passes, one that is not leaves every loop; the others leave if they are small.
     """
-    out, others = [], []
-    mixes = mixes_passes(body)
+    out: dict[Ref, Note] = {}
+    staying: dict[Ref, Note] = {}
+    others: list[Ref] = []
+    mixes, total = mixes_passes(body), 0
     for move in moves:
         leaf = body.leaf(move.source.value)
         asked = control.of(*leaf).reshard_after_forward
-        if not move.gathers_state or asked is False:
-            out.append(move)
-        elif not (asked is True and mixes):
-            others.append(move)
-    small = sum(math.prod(s.shape) * s.itemsize for s in others) <= LOOP_BYTES
-    return [*out, *others] if small else out
+        if not move.gathers_state:
+            out[move.result] = EQUAL
+        elif asked is False:
+            out[move.result] = ASKED
+        elif asked is True and mixes:
+            staying[move.result] = REPEATED
+        else:
+            others.append(move.result)
+            total += math.prod(move.shape) * move.itemsize
+    sizes, is_small = (total, LOOP_BYTES), total <= LOOP_BYTES
+    note = Note("loop_invariants", SMALL if is_small else LARGE, sizes)
+    (out if is_small else staying).update(dict.fromkeys(others, note))
+    return out, staying
+
+
+def _with_notes(plan: BodyPlan, notes: Mapping[Ref, Note]) -> BodyPlan:
+    """The body with notes at the moves that make some versions."""
+    if not notes:
+        return plan
+    steps = (
+        replace(s, notes=noted(s, notes[s.result]))
+        if isinstance(s, Reshard) and s.result in notes
+        else s
+        for s in plan.steps
+    )
+    return replace(plan, steps=tuple(steps))
 
 
 def _without(plan: BodyPlan, moved: Mapping[int, Reshard]) -> BodyPlan:

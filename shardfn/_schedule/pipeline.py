@@ -1,17 +1,20 @@
 """Schedule passes: each rewrites a plan into a plan that moves the same values better.
 
 In: a program and its plan. Out: the plan, its results unchanged to the last bit unless
-the user asks for other dtypes on the wire.
+the user asks for other dtypes on the wire. `PASSES` are the passes in their order.
 """
 
 import itertools
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from shardfn._core.control import Control
 from shardfn._core.plan import Apply, BodyPlan, Reshard, Step
 from shardfn._core.program import Program, mixes_passes
 from shardfn._core.sharding import Axes
+from shardfn._core.stages import Observer, unobserved
 from shardfn._schedule.backward_liveness import hold
+from shardfn._schedule.bodies import inside
 from shardfn._schedule.bucket import bucket
 from shardfn._schedule.chain_reduce_scatters import pace
 from shardfn._schedule.keep_gathered import keep
@@ -22,49 +25,64 @@ from shardfn._schedule.share_gathers import share
 from shardfn._schedule.wire_dtypes import choose_dtypes
 
 
+@dataclass(frozen=True, slots=True)
+class SchedulePass:
+    """A pass over the plan of a whole program.
+
+    Attributes:
+      name: of the module that has it.
+      run: the plan of a program, rewritten as asked.
+    """
+
+    name: str
+    run: Callable[[Program, BodyPlan, Control, Axes], BodyPlan]
+
+
 def schedule(
-    program: Program, body: BodyPlan, control: Control, axes: Axes
+    program: Program,
+    body: BodyPlan,
+    control: Control,
+    axes: Axes,
+    observe: Observer = unobserved,
 ) -> BodyPlan:
-    """Runs every pass on a plan and the plans in it, innermost first.
+    """Runs every pass on a plan and the plans in it.
 
     Args:
       program: the step.
       body: its plan, as `propagate` made it.
       control: what is asked of the moves of state leaves.
       axes: the mesh axes.
+      observe: is given the plan after each pass.
 
     Returns:
       The scheduled plan.
     """
-    body = _schedule(program, body, control, axes, unit=False)
-    body = prefetch(program, body, control)
-    body = (
-        bucket(program, body, control) if any(control.asked("bucket_bytes")) else body
-    )
-    body = order(program, pace(program, body), control)
-    return hold(program, body, axes)
+    for step in PASSES:
+        body = step.run(program, body, control, axes)
+        observe(step.name, program, body)
+    return body
 
 
-def _schedule(
-    program: Program, body: BodyPlan, control: Control, axes: Axes, unit: bool
+def _dtypes(program: Program, body: BodyPlan, control: Control, axes: Axes) -> BodyPlan:
+    body = inside(program, body, lambda p, b: _dtypes(p, b, control, axes))
+    return choose_dtypes(program, body, control, axes)
+
+
+def _gathers(
+    program: Program, body: BodyPlan, control: Control, unit: bool = False
 ) -> BodyPlan:
+    """Moves gathers out of loops, keeps them between the passes and shares them, the
+    innermost body first: what leaves one is shared with what is outside."""
     steps: list[Step] = []
     made = (s.result.version for s in body.steps if isinstance(s, Reshard))
     versions = itertools.count(1 + max(made, default=0))
-    for step in choose_dtypes(program, body, control, axes).steps:
+    for step in body.steps:
         if isinstance(step, Apply) and step.bodies:
             node = program.nodes[step.node]
+            in_branch = node.kind == "cond"
             inner = tuple(
-                _schedule(
-                    inner_program,
-                    inner_body,
-                    control,
-                    axes,
-                    unit=node.kind != "cond" and not mixes_passes(inner_program),
-                )
-                for inner_program, inner_body in zip(
-                    node.bodies, step.bodies, strict=True
-                )
+                _gathers(p, b, control, unit=not in_branch and not mixes_passes(p))
+                for p, b in zip(node.bodies, step.bodies, strict=True)
             )
             step = replace(step, bodies=inner)
             steps.extend(hoist(program, step, control, versions))
@@ -74,3 +92,16 @@ def _schedule(
     if mixes_passes(program):
         body = keep(program, body, control)
     return share(program, body, control, unit)
+
+
+PASSES = (
+    SchedulePass("wire_dtypes", _dtypes),
+    SchedulePass("share_gathers", lambda p, b, control, axes: _gathers(p, b, control)),
+    SchedulePass("prefetch", lambda p, b, control, axes: prefetch(p, b, control)),
+    SchedulePass("bucket", lambda p, b, control, axes: bucket(p, b, control)),
+    SchedulePass("chain_reduce_scatters", lambda p, b, control, axes: pace(p, b)),
+    SchedulePass("limit_all_gathers", lambda p, b, control, axes: order(p, b, control)),
+    SchedulePass("backward_liveness", lambda p, b, control, axes: hold(p, b, axes)),
+)
+"""What `schedule` runs, in this order. `share_gathers` also moves constants out of
+loops and keeps what the forward pass gathered."""

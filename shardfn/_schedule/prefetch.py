@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from shardfn._core.control import Control
 from shardfn._core.plan import Ahead, Apply, BodyPlan, Ref, Reshard, Step, fresh, reads
 from shardfn._core.program import Program
+from shardfn._core.reasons import Note, noted
 from shardfn._core.regions import span
 
 
@@ -109,7 +110,8 @@ class _Part:
         is_known = all(ref in known for ref in reads(step))
         differs = known.get(step.source, False)
         if step.gathers_state and asked and differs and is_known:
-            self.ahead.append(step)
+            note = Note("prefetch", f"gathered ahead, as prefetch={self.lead} asks")
+            self.ahead.append(replace(step, notes=noted(step, note)))
             self.exports.append(step.result)
         else:
             self.rest.append(step)

@@ -13,6 +13,7 @@ from shardfn._core.limits import KEPT_SHARE
 from shardfn._core.phases import Pass
 from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step, reading, reads
 from shardfn._core.program import Program
+from shardfn._core.reasons import Note, noted
 from shardfn._core.sharding import Sharding, Split
 
 
@@ -39,16 +40,24 @@ def share(program: Program, body: BodyPlan, control: Control, unit: bool) -> Bod
     )
 
 
+NEAR = "kept: {} gathered in between are no more than its own {}"
+FAR = "{} were gathered since its last use, more than its own {}"
+FEW = f"{KEPT_SHARE} of what is gathered in between (limits.KEPT_SHARE)"
+
+_Verdict = tuple[bool, Note | None]
+"""Whether a move is left out, and why it is or is not."""
+
 _Move = tuple[Ref, Sharding, str]
 """What is moved, where to, and in which dtype: a narrower one rounds the value."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """What a move made, in which pass, and the bytes that had been gathered when it
-    was last used."""
+    """What a move made, the index of its step, in which pass, and the bytes that had
+    been gathered when it was last used."""
 
     ref: Ref
+    index: int
     during: Pass
     last: int
 
@@ -106,36 +115,60 @@ class _Sharing:
         key = step.source, step.path[-1], step.dtype
         if key in self.made:
             made = self.made[key]
-            if self.shares(step, made):
+            is_shared, why = self.shares(step, made)
+            if is_shared:
                 self.names[step.result] = made.ref
+                self.note(made.index, why)
                 self.made[key] = replace(made, last=self.gathered)
                 return
-            step = replace(step, after=self.token(step))
+            notes = step.notes if why is None else noted(step, why)
+            step = replace(step, after=self.token(step), notes=notes)
         elif self.is_again(step):
             step = replace(step, after=self.token(step))
         self.steps.append(step)
         if step.gathers_state:
             self.gathered += math.prod(step.shape) * step.itemsize
             self.fence = len(self.tokens)
-        self.made[key] = _Made(step.result, step.during, self.gathered)
+        index = len(self.steps) - 1
+        self.made[key] = _Made(step.result, index, step.during, self.gathered)
         self.uses[step.result] = key
 
-    def shares(self, step: Reshard, made: _Made) -> bool:
+    def shares(self, step: Reshard, made: _Made) -> _Verdict:
         """Whether a move can be left out because an equal one was made before."""
         leaf = self.program.leaf(step.source.value)
         asked = self.control.of(*leaf).reshard_after_forward
-        if not step.gathers_state or self.unit or asked is False:
-            return True
-        if asked is True and step.during != made.during:
-            return False
+        if not step.gathers_state:
+            return True, None
         between, own = self.gathered - made.last, math.prod(step.shape) * step.itemsize
+
+        def kept(text: str, *sizes: float) -> _Verdict:
+            return True, Note("share_gathers", text, sizes, step.cause)
+
+        def again(text: str, *sizes: float) -> _Verdict:
+            return False, Note("share_gathers", f"gathered again: {text}", sizes)
+
+        if self.unit:
+            return kept("one gather serves its layer and pass")
+        if asked is False:
+            return kept("reshard_after_forward=False keeps it")
+        if asked is True and step.during != made.during:
+            return again("reshard_after_forward=True")
         if between <= own:
-            return True
+            return kept(NEAR, between, own)
         if asked is True or step.during != made.during:
-            return False
-        few = self.held + own <= KEPT_SHARE * between
-        self.held += own if few else 0
-        return few
+            return again(FAR, between, own)
+        total = self.held + own
+        if total > KEPT_SHARE * between:
+            text = f"{FAR}; to keep {{}} would be more than {FEW}"
+            return again(text, between, own, total)
+        self.held = total
+        return kept(f"{{}} that are kept are at most {FEW}, {{}}", total, between)
+
+    def note(self, index: int, why: Note | None) -> None:
+        """Says of a move that another one is left out for it."""
+        step = self.steps[index]
+        if why is not None and isinstance(step, Reshard):
+            self.steps[index] = replace(step, notes=noted(step, why))
 
     def is_again(self, step: Reshard) -> bool:
         """Whether a move gathers what a group of devices kept of an earlier gather."""

@@ -12,6 +12,7 @@ from shardfn._core.control import Control
 from shardfn._core.phases import UPDATE
 from shardfn._core.plan import BodyPlan, Reshard, Step
 from shardfn._core.program import Program
+from shardfn._core.reasons import Note, noted
 from shardfn._core.sharding import Axes, Unreduced
 
 EXTREMES = ("max", "min")
@@ -44,20 +45,22 @@ def choose_dtypes(
 
 def _chosen(program: Program, step: Reshard, control: Control, axes: Axes) -> Step:
     asked = control.of(*program.leaf(step.source.value))
-    dtype = None
+    dtype, why = None, ""
     if step.gathers_state and step.phase != UPDATE:
-        dtype = asked.gather_dtype
+        dtype, why = asked.gather_dtype, "gather_dtype asks for it"
         if dtype and not is_narrower(dtype, step.dtype):
             dtype = None
     elif sums_gradient(program, step):
-        dtype = asked.reduce_dtype
+        dtype, why = asked.reduce_dtype, "reduce_dtype asks for it"
     elif takes_extreme(step) and step.itemsize < 4:
-        dtype = "float32"
+        dtype, why = "float32", "the bits of maxima and minima are compared"
     if sums(step) and (dtype or step.dtype) in axes.cannot_sum:
-        dtype = "float32"
+        dtype, why = "float32", "the compiler cannot sum its own dtype"
     if dtype is None or not is_floating(step.dtype):
         return step
-    return replace(step, dtype=dtype, itemsize=jnp.dtype(dtype).itemsize)
+    notes = noted(step, Note("wire_dtypes", f"moves in {dtype}: {why}"))
+    itemsize = jnp.dtype(dtype).itemsize
+    return replace(step, dtype=dtype, itemsize=itemsize, notes=notes)
 
 
 def sums_gradient(program: Program, step: Reshard) -> bool:

@@ -20,6 +20,7 @@ from shardfn._core.call_arguments import (
     part,
     parts,
 )
+from shardfn._core.limits import LIKE_STATE_DEPTH
 from shardfn._core.program import Program
 from shardfn._trace.dataflow import Dimensions, Place, Update, updates
 from shardfn._trace.raw_keys import raw_keys
@@ -31,10 +32,6 @@ from shardfn._trace.state_texts import (
     refuse_gradients,
     refuse_readings,
 )
-
-STATE_DEPTH = 8
-"""How deep in a state a tree may lie that another argument is like, as parameters do in
-the moments of a chain of optimizers."""
 
 
 def find_state(
@@ -294,7 +291,9 @@ class _Search:
         if _is_array(argument):
             return any(_same(argument, self.arguments[p]) for p in others)
         trees = (
-            tree for p in others for _, tree in parts(self.arguments[p], STATE_DEPTH)
+            tree
+            for p in others
+            for _, tree in parts(self.arguments[p], LIKE_STATE_DEPTH)
         )
         return any(_same(argument, tree) for tree in trees)
 

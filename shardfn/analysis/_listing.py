@@ -17,6 +17,7 @@ from shardfn._core.leaves import Leaf, Names, leaf_name, names_text
 from shardfn._core.moves import AllGather
 from shardfn._core.phases import UPDATE
 from shardfn._core.plan import (
+    Apply,
     BodyPlan,
     Place,
     Ref,
@@ -26,7 +27,8 @@ from shardfn._core.plan import (
     together,
 )
 from shardfn._core.program import Node, Program
-from shardfn._core.sharding import Axes
+from shardfn._core.sharding import Axes, Sharding, Split
+from shardfn.analysis._explain import Operation, StoredLeaf, Why
 from shardfn.analysis._replicated import work_of
 from shardfn.analysis.collective import Collective
 from shardfn.analysis.plan import Plan
@@ -46,6 +48,7 @@ def make_plan(
     fingerprint: str,
     state: Sequence[Leaf],
     notes: tuple[str, ...] = (),
+    layouts: Sequence[tuple[Sharding, str]] = (),
 ) -> Plan:
     """Describes a planned step.
 
@@ -57,6 +60,7 @@ def make_plan(
       fingerprint: what identifies the traced step; see `_program_hash`.
       state: leaves of the state.
       notes: what people should know besides.
+      layouts: how each leaf is stored, and why.
 
     Returns:
       The plan with its collectives and M.
@@ -76,7 +80,40 @@ def make_plan(
         control=control,
         work=work_of(program, body, axes),
         notes=notes,
+        operations=tuple(_operations(program, body)),
+        leaves=tuple(
+            StoredLeaf(
+                leaf_name(leaf.path),
+                tuple(leaf.aval.shape),
+                str(leaf.aval.dtype),
+                _stored_text(sharding, axes),
+                why,
+            )
+            for leaf, (sharding, why) in zip(state, layouts, strict=False)
+        ),
     )
+
+
+def _operations(program: Program, body: BodyPlan) -> Iterator[Operation]:
+    """Every node of a plan that runs, and the factors of it that are split."""
+    for step in body.steps:
+        if isinstance(step, Apply):
+            node = program.nodes[step.node]
+            yield node, step.parts
+            for inner in zip(node.bodies, step.bodies, strict=True):
+                yield from _operations(*inner)
+
+
+def _stored_text(sharding: Sharding, axes: Axes) -> str:
+    """Over which axes a leaf is split."""
+    splits = [
+        f"over {name} along dimension {s.dim}"
+        if s.dim >= 0
+        else f"over {name} flattened"
+        for name, s in zip(axes.names, sharding, strict=True)
+        if isinstance(s, Split)
+    ]
+    return f"stored split {', '.join(splits)}" if splits else "whole on every device"
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +220,7 @@ def _moves(
                 reduces=move.reduces,
                 gradient=step.during.gradient,
                 value=same.get(step.source.value, (*at, step.source.value)),
+                why=(Why(names, step, move, axes),),
             ),
             ((names, size, step.itemsize),) if gathers else (),
         )
@@ -202,6 +240,7 @@ def _joined(lines: Sequence[Line]) -> Line:
         path=names_text([line.path for line in each]),
         elements=sum(line.elements for line in each),
         parts=tuple((line.path, line.wire_bytes) for line in each),
+        why=tuple(itertools.chain(*(line.why for line in each))),
     )
     return line, gathered
 

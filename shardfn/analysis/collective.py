@@ -4,6 +4,7 @@ In: nothing. Out: `Collective`, a frozen value.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class Collective:
         one moves. The shape is then that of their concatenation.
       value: which value of the program is moved: the same for moves of it in several
         bodies.
+      why: what it is for, of each move that it is; see `Plan.explain`.
       reduces: what a reduction reduces with: "sum", "max", "min", "and", "or"; else "".
     """
 
@@ -51,6 +53,7 @@ class Collective:
     reduces: str = ""
     gradient: int = 0
     value: tuple[int, ...] = field(default=(), compare=False)
+    why: tuple[Any, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def total_bytes(self) -> int:

@@ -12,6 +12,7 @@ from shardfn._core import compat
 from shardfn._core.control import Control
 from shardfn._core.plan import BodyPlan
 from shardfn._core.sharding import Axes
+from shardfn.analysis._explain import Operation, StoredLeaf, explain
 from shardfn.analysis._match import verify
 from shardfn.analysis._replicated import Work
 from shardfn.analysis._tables import table
@@ -33,6 +34,8 @@ class Plan:
       work: the FLOPs of one device, and those of them that every device repeats.
       notes: which arguments are state, where that had to be found, and what of the mesh
         is not used.
+      leaves: how every leaf of the state is stored, and why.
+      operations: what is run, and which factors of it are split.
     """
 
     axes: Axes
@@ -43,6 +46,8 @@ class Plan:
     control: Control = Control()
     work: Work = Work()
     notes: tuple[str, ...] = field(default=(), compare=False)
+    leaves: tuple[StoredLeaf, ...] = field(default=(), compare=False, repr=False)
+    operations: tuple[Operation, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def wire_bytes(self) -> int:
@@ -88,6 +93,38 @@ class Plan:
             )
         platform = "" if is_text else compat.platform_of(compiled)
         return verify(self.collectives, self.axes, text, platform)
+
+    def explain(self, pattern: str) -> str:
+        """Why leaves of the state, or the values of one line, move or stay.
+
+        Says where a leaf is stored and what decided that, and for every collective that
+        moves it the rule, the factor of it that made it move, and the passes, options
+        and thresholds that shared, kept, joined or delayed it.
+
+        Args:
+          pattern: path of a leaf or subtree as the plan prints it, where `*` stands for
+            any characters; or a line of the user's such as `train.py:12`.
+
+        Returns:
+          A few lines for each.
+
+        Raises:
+          ShardingError: no leaf and no collective has that name.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, shardfn
+          >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
+          >>> step = shardfn.fully_shard(
+          ...     lambda s, x: (s, x @ s["w"]), mesh, min_size=0
+          ... )
+          >>> plan = step.plan({"w": jnp.ones((64, 64))}, jnp.ones((8, 64)))
+          >>> print(plan.explain("w"))  # doctest: +ELLIPSIS
+          w: float32 64x64, stored split over data along dimension 0
+            8 devices divide dimension 0 of 64, in parts that fill TPU tiles
+            forward all_gather over data: 64x64 float32, 14.0 KiB sent, at ...
+        """
+        lines = self.collectives
+        return explain(pattern, self.leaves, lines, self.operations, self.axes)
 
     def __str__(self) -> str:
         lines = table(

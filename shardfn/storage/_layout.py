@@ -22,6 +22,24 @@ from shardfn._core.leaves import leaf_name
 from shardfn._core.limits import FEATURES, PADDING_SHARE, TPU_TILE
 from shardfn._core.sharding import Axes, Sharding, Split, flat, is_flat, on_axis
 
+Why = tuple[str, tuple[Any, ...]]
+"""A reason: text in which `{}` stands for each of the numbers that follow."""
+
+Layout = tuple[Sharding, tuple[Why, ...]]
+"""How a leaf is stored, and why."""
+
+OWN: tuple[Why, ...] = (("per_device_state: each device keeps its own", ()),)
+FILLING = "{} devices divide dimension {} of {}, in parts that fill TPU tiles"
+DIVISIBLE = "{} devices divide dimension {} of {}"
+PADDED = (
+    "no dimension divides by {}; of padding dimension {} of {} is the least, and at "
+    f"most {PADDING_SHARE:.0%} (limits.PADDING_SHARE)"
+)
+FLATTENED = (
+    "no dimension divides by {}, and padding one would add more than "
+    f"{PADDING_SHARE:.0%} (limits.PADDING_SHARE)"
+)
+
 
 def partition(
     paths: Sequence[tuple[Any, ...]],
@@ -44,11 +62,26 @@ def partition(
     Returns:
       One sharding per leaf.
     """
+    return tuple(
+        sharding
+        for sharding, _ in layouts(paths, leaves, axes, min_size, autos, control)
+    )
+
+
+def layouts(
+    paths: Sequence[tuple[Any, ...]],
+    leaves: Sequence[Any],
+    axes: Axes,
+    min_size: int,
+    autos: Sequence[AutoSplit | None] | None = None,
+    control: Control = NOTHING_ASKED,
+) -> tuple[Layout, ...]:
+    """The stored sharding of every state leaf, and why; arguments as of `partition`."""
     stacks = stacked_leaves(paths, [leaf.shape for leaf in leaves])
     names = list(map(leaf_name, paths))
     control.check(names)
     return tuple(
-        _per_device(name, leaf, axes)
+        (_per_device(name, leaf, axes), OWN)
         if control.of(name).per_device_state
         else _leaf_sharding(
             leaf, axes, min_size, stacked, auto or (), control.of(name).shard
@@ -89,7 +122,7 @@ def _leaf_sharding(
     stacked: bool,
     auto: AutoSplit,
     asked: tuple[str, ...] | None,
-) -> Sharding:
+) -> Layout:
     """Splits one dimension per mesh axis, the most minor axis first.
 
     A dimension is never split over two axes: the shards of a leaf over more axes are
@@ -98,17 +131,31 @@ def _leaf_sharding(
     over = [axes.stored] if asked is None else [axes.names.index(n) for n in asked]
     sharding, shape, size = axes.replicated, leaf.shape, math.prod(leaf.shape)
     taken = {dim for dim, names in enumerate(auto) if names}
+    why: list[Why] = [] if asked is None else [(f"shard={asked} asks for it", ())]
     for axis in sorted(over, reverse=True):
         count = axes.sizes[axis]
         if count == 1 or size < max(min_size, count) or compat.is_key(leaf.dtype):
+            why.append(_too_small(size, min_size, count))
             continue
-        dim = choose_dim(shape, count, stacked, frozenset(taken))
+        dim, chosen = _choose_dim(shape, count, stacked, frozenset(taken))
+        why.append(chosen)
         is_first = sharding == axes.replicated
         if dim is None or is_flat(sharding) or (not is_first and shape[dim] % count):
             continue
         sharding = on_axis(sharding, axis, Split(dim, stored=True))
         taken.add(dim)
-    return sharding
+    return sharding, tuple(why)
+
+
+def _too_small(size: int, min_size: int, count: int) -> Why:
+    """Why a leaf is not split over an axis."""
+    if count == 1:
+        return "the mesh axis has one device", ()
+    if size < min_size:
+        return "{} elements are fewer than min_size={}", (size, min_size)
+    if size < count:
+        return "{} elements are fewer than {} devices", (size, count)
+    return "PRNG keys are not split", ()
 
 
 def choose_dim(
@@ -117,7 +164,14 @@ def choose_dim(
     stacked: bool = False,
     taken: frozenset[int] = frozenset(),
 ) -> int | None:
-    """The dimension to split over `count` devices, or `flat(start)`, or None.
+    """The dimension to split over `count` devices, or `flat(start)`, or None."""
+    return _choose_dim(shape, count, stacked, taken)[0]
+
+
+def _choose_dim(
+    shape: Sequence[int], count: int, stacked: bool, taken: frozenset[int]
+) -> tuple[int | None, Why]:
+    """The dimension to split, or `flat(start)`, or None, and why.
 
     A dimension that `count` divides wins, one whose shards fill tiles before one whose
     do not. Of those that fill them it is the first of features, since blocks of the
@@ -141,15 +195,19 @@ def choose_dim(
     dims = [d for d in range(len(shape)) if shape[d] >= count and d not in taken]
     divisible = [d for d in dims if waste(d) == 0]
     if divisible:
-        return max(divisible, key=preference)
+        best = max(divisible, key=preference)
+        text = FILLING if _fills_tiles(shape, best, count) else DIVISIBLE
+        return best, (text, (count, best, shape[best]))
     padded = [d for d in dims if waste(d) <= PADDING_SHARE and not (stacked and d == 0)]
     if padded:
-        return min(padded, key=lambda d: (waste(d), -shape[d]))
+        best = min(padded, key=lambda d: (waste(d), -shape[d]))
+        return best, (PADDED, (count, best, shape[best]))
     if taken:
-        return None
+        return None, ("mesh axes that are left to XLA split its dimensions", ())
     start = 1 if stacked else 0
     size = math.prod(shape[start:])
-    return flat(start if -(-size // count) * count <= (1 + PADDING_SHARE) * size else 0)
+    even = -(-size // count) * count <= (1 + PADDING_SHARE) * size
+    return flat(start if even else 0), (FLATTENED, (count,))
 
 
 def _fills_tiles(shape: Sequence[int], dim: int, count: int) -> bool:

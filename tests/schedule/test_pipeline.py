@@ -238,6 +238,9 @@ def test_one_pass_keeps_a_tenth_of_what_it_gathers_in_between(
         use(2, Ref(0, 2), Ref(1, 2)),
     )
     assert len(reshards(plan)) == gathers
+    notes = [note.text for move in reshards(plan) for note in move.notes]
+    decided = any("1/10 of what is gathered" in text for text in notes)
+    assert notes and decided == (phases[0] == phases[1])
 
 
 def test_a_repeated_gather_may_run_one_gather_ahead() -> None:
@@ -321,7 +324,7 @@ def test_schedule_changes_no_bit(loss_fn, monkeypatch) -> None:
     x = np.random.default_rng(1).standard_normal((8, 16)).astype(np.float32)
     mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
     results, bodies = [], []
-    for passes in (schedule, lambda program, body, control, axes: body):
+    for passes in (schedule, lambda program, body, *_: body):
         monkeypatch.setattr(plan_jaxpr, "schedule", passes)
         run = shardfn.fully_shard(step, mesh, min_size=8)
         state, trail = run.shard(make_state()), []

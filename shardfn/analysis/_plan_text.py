@@ -1,0 +1,64 @@
+"""A plan step by step, as text to compare.
+
+In: a program and its plan. Out: a line per step, what control flow runs indented.
+"""
+
+from collections.abc import Iterator
+
+from shardfn._core.errors import where
+from shardfn._core.leaves import names_text
+from shardfn._core.moves import moves_of
+from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard
+from shardfn._core.program import Program
+from shardfn._core.sharding import Axes
+from shardfn.analysis._text import shape_text
+
+
+def plan_lines(
+    program: Program, body: BodyPlan, axes: Axes, indent: str = ""
+) -> Iterator[str]:
+    """`%5.1 = all_gather data %5`: version 1 of value 5 is made of version 0."""
+    imports = "".join(f" {_name(ref)}" for ref in body.imports)
+    if imports:
+        yield f"{indent}imports{imports}"
+    for step in body.steps:
+        if isinstance(step, Reshard):
+            yield indent + _reshard(program, step, axes)
+            continue
+        yield indent + _apply(program, step, axes)
+        node = program.nodes[step.node]
+        for ahead in step.ahead:
+            yield f"{indent}  {ahead.lead} iterations ahead"
+            inner = node.bodies[0], ahead.part
+            yield from plan_lines(*inner, axes, f"{indent}    ")
+        for i, inner in enumerate(zip(node.bodies, step.bodies, strict=True)):
+            yield f"{indent}  body {i}"
+            yield from plan_lines(*inner, axes, f"{indent}    ")
+    made = (*(ref for ref in body.outputs if ref is not None), *body.exports)
+    yield f"{indent}returns{''.join(f' {_name(ref)}' for ref in made)}"
+
+
+def _reshard(program: Program, step: Reshard, axes: Axes) -> str:
+    moves = ", ".join(f"{m.name} {axes.names[m.axis]}" for m in moves_of(step.path))
+    text = f"{_name(step.result)} = {moves or 'tie'} {_name(step.source)}"
+    text += f"  {step.phase} {step.dtype} {shape_text(step.shape)}"
+    leaf = names_text(program.leaf(step.source.value))
+    text += f" for {leaf}" if leaf else ""
+    text += f" after {_name(step.after)}" if step.after else ""
+    return text + (f" with {_name(step.together)}" if step.together else "")
+
+
+def _apply(program: Program, step: Apply, axes: Axes) -> str:
+    node = program.nodes[step.node]
+    results = (*map(Ref, node.outputs), *step.exports)
+    operands = ["literal" if ref is None else _name(ref) for ref in step.operands]
+    operands += map(_name, step.imports)
+    text = f"{' '.join(map(_name, results))} = {' '.join((step.primitive, *operands))}"
+    text += f"  at {where(node.eqn)}"
+    parts = ", ".join(f"{axes.names[axis]} splits {f}" for f, axis in step.parts)
+    text += f", {parts}" if parts else ""
+    return text + (f" after {_name(step.after)}" if step.after else "")
+
+
+def _name(ref: Ref) -> str:
+    return f"%{ref.value}.{ref.version}" if ref.version else f"%{ref.value}"

@@ -1,0 +1,257 @@
+"""In: plans. Out: what they say of a leaf or a line: where it is stored, what moves it,
+and which rule, option, pass or threshold decided that.
+"""
+
+import itertools
+import re
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import programs
+import pytest
+from jax import lax
+from plan_helpers import shard, shard_fn
+
+import shardfn
+from shardfn._schedule.pipeline import PASSES
+
+HERE = "test_explain.py"
+
+
+def mesh(size: int = 4) -> jax.sharding.Mesh:
+    return jax.make_mesh((size,), ("data",), devices=jax.devices()[:size])
+
+
+def loss_fn(w, x):
+    h = jnp.tanh(x @ w["up"]) @ w["down"]
+    return jnp.sum((h + w["bias"][None]) ** 2)
+
+
+def train_step(w, x):
+    grads = jax.grad(loss_fn)(w, x)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, w, grads), ()
+
+
+SHAPES = {"up": (16, 512), "down": (512, 18), "bias": (18,)}, (8, 16)
+
+UP = """
+up: float32 16x512, stored split over data along dimension 1
+  4 devices divide dimension 1 of 512, in parts that fill TPU tiles
+  forward all_gather over data: 16x512 float32, 24.0 KiB sent, at FILE:N (loss_fn)
+    propagate: dot_general `b a, a c -> b c  reduce={a}`: data splits b, the batch's
+    rows; it has no b, so it is gathered
+  backward psum_scatter over data: 512x16 float32, 24.0 KiB sent, at FILE:N (loss_fn)
+    propagate: dot_general `a b, a c -> b c  reduce={a}`: data splits a, which it
+    reduces; its consumers take it split over data along dimension 0, so its terms are
+    reduce-scattered
+"""
+
+BIAS = """
+bias: float32 18, whole on every device
+  18 elements are fewer than min_size=64
+  backward all_reduce over data: 18 float32, 108 B sent, at FILE:N (loss_fn)
+    propagate: reduce_sum `a b -> b  reduce={a}`: data splits a, which it reduces; its
+    consumers take it whole, so its terms are all-reduced
+"""
+
+
+@pytest.fixture(scope="module")
+def plan() -> shardfn.Plan:
+    return shard_fn(train_step, mesh(), *SHAPES, min_size=64).plan
+
+
+def explained(plan: shardfn.Plan, pattern: str) -> str:
+    """With line numbers left out, and long lines wrapped."""
+    text = re.sub(rf"{HERE}:\d+", "FILE:N", plan.explain(pattern))
+    lines = (
+        textwrap.wrap(
+            line,
+            88,
+            subsequent_indent=line[: len(line) - len(line.lstrip())],
+            break_on_hyphens=False,
+        )
+        or [""]
+        for line in text.split("\n")
+    )
+    return "\n".join(itertools.chain(*lines))
+
+
+def test_a_leaf_is_explained_in_a_few_lines(plan) -> None:
+    assert explained(plan, "up") == UP.strip()
+    assert explained(plan, "bias") == BIAS.strip()
+
+
+def test_a_pattern_explains_each_leaf_that_it_names(plan) -> None:
+    blocks = explained(plan, "*").split("\n\n")
+    assert [block.split(":")[0] for block in blocks] == ["bias", "down", "up"]
+    assert blocks[0] == BIAS.strip() and blocks[2] == UP.strip()
+
+
+def test_a_line_of_the_users_is_explained(plan) -> None:
+    first = loss_fn.__code__.co_firstlineno + 1
+    text = explained(plan, f"{HERE}:{first}")
+    assert text.count("all_gather over data") == 2 and ", for up\n" in text
+    update = train_step.__code__.co_firstlineno + 2
+    text = explained(plan, f"{HERE}:{update}")
+    assert text.startswith("FILE:N (train_step.<locals>.<lambda>): nothing moves: its ")
+    assert "\n  sub `a b, a b -> a b`: data splits " in text
+
+
+def test_an_unknown_name_is_refused(plan) -> None:
+    with pytest.raises(
+        shardfn.ShardingError,
+        match=r"^the plan has no leaf and no collective that 'upp' names\.\n"
+        rf"  explain was called at {HERE}:\d+ \(.*\)\n"
+        r"Did you mean 'up'\? The leaves are 'bias', 'down', 'up'\. A pattern names "
+        rf".* Collectives are at {HERE}:\d+",
+    ):
+        plan.explain("upp")
+
+
+# Every decision says what decided
+
+
+STAGES = {"propagate", "loop_invariants", "keep_gathered", *(p.name for p in PASSES)}
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("gpt_scan_remat_bf16", {"bucket_bytes": 2**20, "reduce_dtype": "float32"}),
+        ("gpt_unrolled_remat", {"prefetch": 1, "reshard_after_forward": 2}),
+        ("gpt_tied", {}),
+        ("accumulate_scan", {"accumulate": "scatter"}),
+        ("loops_and_branches", {}),
+        ("loss_scale_cond", {"reshard_after_forward": False}),
+    ],
+)
+def test_every_collective_says_which_rule_or_pass_decided(name, options) -> None:
+    case = shard(programs.get(name), mesh(), min_size=8, **options)
+    for line in case.plan.collectives:
+        assert line.why, line
+        for why in line.why:
+            lines = why.lines()
+            assert {text.split(": ")[0] for text in lines} <= STAGES, lines
+            assert lines[0].startswith("propagate: ") and "by hand" not in lines[0]
+    for leaf in case.plan.leaves:
+        assert leaf.why and leaf.name in case.plan.explain(leaf.name)
+
+
+def layered(w, x):
+    def layer(h, w):
+        return jnp.tanh(h @ w), None
+
+    return jnp.sum(lax.scan(jax.checkpoint(layer), x @ w["in"], w["layers"])[0] ** 2)
+
+
+def grown(w, x):
+    def loss_fn(w):
+        return jnp.sum(x * jnp.broadcast_to(w["in"], x.shape))
+
+    loss, grads = jax.value_and_grad(loss_fn)(w)
+    return jax.tree.map(lambda w, g: w - g, w, grads), loss
+
+
+def descend(w, x):
+    loss, grads = jax.value_and_grad(layered)(w, x)
+    return jax.tree.map(lambda w, g: w - g, w, grads), loss
+
+
+def microbatched(w, x):
+    def add(total, x):
+        return jax.tree.map(jnp.add, total, jax.grad(layered)(w, x)), None
+
+    zeros = jax.tree.map(jnp.zeros_like, w)
+    grads, _ = lax.scan(add, zeros, x.reshape(2, 8, 16))
+    return jax.tree.map(lambda w, g: w - g, w, grads), ()
+
+
+STACK = {"in": (16, 16), "layers": (3, 16, 16)}
+
+REASONS = {
+    "an option keeps": (
+        descend,
+        {"reshard_after_forward": False},
+        "layers",
+        r"keep_gathered: also for dot_general at .*: reshard_after_forward=False keeps",
+    ),
+    "an option gathers ahead": (
+        descend,
+        {"prefetch": 1},
+        "layers",
+        "prefetch: gathered ahead, as prefetch=1 asks",
+    ),
+    "an option casts": (
+        descend,
+        {"gather_dtype": "bfloat16"},
+        "in",
+        "wire_dtypes: moves in bfloat16: gather_dtype asks for it",
+    ),
+    "an option joins": (
+        train_step,
+        {"bucket_bytes": 2**20},
+        "up",
+        "bucket: one of the moves of .* that are one collective, as bucket_bytes asks",
+    ),
+    "a result that is larger": (
+        grown,
+        {},
+        "in",
+        r"propagate: the result has more than 2 times .* \(limits\.GROWTH\)",
+    ),
+    "few bytes in between": (
+        descend,
+        {},
+        "layers",
+        "share_gathers: also for dot_general at .*: one gather serves its layer",
+    ),
+    "a loop holds little": (
+        microbatched,
+        {},
+        "in",
+        r"loop_invariants: left the loop: what its iterations share takes .*, at most "
+        r"64\.0 MiB \(limits\.LOOP_BYTES\)",
+    ),
+    "sums of a loop": (
+        microbatched,
+        {},
+        "in",
+        r"propagate: the sums that it carries take .* together, at most 64\.0 MiB "
+        r"\(limits\.LOOP_BYTES\), so they are reduced once, behind it",
+    ),
+    "an option stores": (
+        descend,
+        {"shard": {"in": False}},
+        "in",
+        r"whole on every device\n  shard=\(\) asks for it",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_what_decided_is_said(name: str) -> None:
+    step, options, leaf, text = REASONS[name]
+    shapes = {
+        train_step: SHAPES,
+        microbatched: (STACK, (16, 16)),
+        grown: ({"in": (16, 16)}, (8, 16, 16)),
+    }.get(step, (STACK, (8, 16)))
+    plan = shard_fn(step, mesh(), *shapes, **options).plan
+    assert re.search(text, plan.explain(leaf)), plan.explain(leaf)
+
+
+@pytest.mark.parametrize(
+    "shape, text",
+    [
+        ((21, 5), r"no dimension divides by 4, and .* 1% \(limits\.PADDING_SHARE\)"),
+        ((401, 5), r"401 is the least, and at most 1% \(limits\.PADDING_SHARE\)"),
+        ((6, 40), r"4 devices divide dimension 1 of 40$"),
+    ],
+)
+def test_how_a_leaf_is_stored_is_said(shape, text) -> None:
+    plan = shard_fn(lambda w, x: (w, x), mesh(), {"a": shape}, (8, 4)).plan
+    text_of_leaf, stays = plan.explain("a").rsplit("\n", 1)
+    assert re.search(text, text_of_leaf), text_of_leaf
+    assert stays == "  nothing moves it: every operation takes it as it is stored"
