@@ -133,7 +133,8 @@ def target(name: str) -> Target:
     Args:
       name: `<gpu>:<count>` or `<gpu>:<slices>x<hosts>x<GPUs per host>`, with one of
         `a100`, `h100`, `h200`, `b200`; or `tpu:<generation>:<slice shape>`, with
-        `v5e`, `v5p` or `v6e`. A count above 8 is taken as hosts of 8.
+        `v5e`, `v5p` or `v6e`. A count above 8 is taken as hosts of 8. Capitals are
+        small letters.
 
     Returns:
       A `Target`.
@@ -145,6 +146,7 @@ def target(name: str) -> Target:
       >>> target("h100:16").topology
       '1x2x8'
     """
+    name = name.lower()
     if match := re.fullmatch(r"tpu:(\w+):(\d+(?:x\d+){1,2})", name):
         chip, shape = match.groups()
         platform, topology = "tpu", f"{chip}:{shape}"
