@@ -11,8 +11,9 @@ from typing import Any
 
 import jax
 
+from shardfn._api.argument_leaves import Side
 from shardfn._api.call_cache import apart
-from shardfn._api.plain_step import PlainStep, Side
+from shardfn._api.plain_step import PlainStep
 from shardfn._core import compat
 from shardfn._core.call_arguments import (
     Rest,

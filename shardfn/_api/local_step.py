@@ -22,9 +22,10 @@ import jax
 from jax import lax
 from jax.sharding import Mesh
 
+from shardfn._api.argument_leaves import Side
 from shardfn._api.init_function import checked_init
 from shardfn._api.methods import Kept, Method, binds, bound_to
-from shardfn._api.plain_step import PlainStep, Side
+from shardfn._api.plain_step import PlainStep
 from shardfn._api.planner import plan_init
 from shardfn._core import compat
 from shardfn._core.errors import ShardingError, called, names_step, step_name

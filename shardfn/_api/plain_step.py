@@ -4,14 +4,20 @@ In: the step as written for one device, and the options that describe it. Out: w
 arguments are state, how the batch is split, and the planned step for given shapes.
 """
 
-import contextlib
 import functools
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import jax
 
+from shardfn._api.argument_leaves import (
+    Side,
+    keys_in,
+    other_shapes,
+    types_of,
+    without_row,
+)
 from shardfn._api.call_arguments import by_position, parameter_names
 from shardfn._api.names_in_code import mentions
 from shardfn._api.planner import (
@@ -36,41 +42,13 @@ from shardfn._core.errors import ShardingError, called, step_name
 from shardfn._core.leaves import Leaf, leaf_name
 from shardfn._core.limits import BATCH_KINDS
 from shardfn._core.recent import Recent
-from shardfn._core.sharding import Axes, Sharding, parts_of
+from shardfn._core.sharding import Axes, Sharding
 from shardfn._lowering.planned_program import Planned
-from shardfn._trace.containers import close_avals, on_closed
-from shardfn._trace.raw_keys import raw_keys
 from shardfn._trace.state_arguments import find_state
 from shardfn._trace.trace_step import Trace, trace, trace_once
 from shardfn.storage._leaves import batch_shardings, leaves_of
 
 Step = Callable[..., Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Side:
-    """The state arguments of a call, or the others: leaves, shardings, structure."""
-
-    leaves: tuple[Leaf, ...]
-    shardings: tuple[Sharding, ...]
-    treedef: Any
-
-    @property
-    def key(self) -> Hashable:
-        types = (
-            (x.aval.shape, x.aval.dtype, x.aval.weak_type, x.auto) for x in self.leaves
-        )
-        return self.treedef, self.shardings, *types
-
-    @property
-    def avals(self) -> Any:
-        """The arguments as closed pytrees of `ShapeDtypeStruct`."""
-        return close_avals(self.leaves, self.treedef)
-
-    @property
-    def opened(self) -> Any:
-        """The same in the user's containers."""
-        return jax.tree.unflatten(self.treedef, [leaf.aval for leaf in self.leaves])
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,14 +222,14 @@ class PlainStep:
         def keys_among(unsure: Sequence[int]) -> Collection[int]:
             """The raw keys among some leaves: the step is traced on these shapes, or,
             if it fails there, on those of the other parts, and tells."""
-            types = self._types(states, batch, leaves)
+            types = types_of(states, batch, leaves)
             key = types, axes, is_local, compat.configuration()
             if key not in self.keys:
-                self.keys[key] = self._raw_keys(batch, leaves, states, axes)
+                self.keys[key] = self._keys(batch, leaves, states, axes)
                 if self.keys[key] is None:
                     other = split(raw_keys=lambda unsure: unsure)
-                    shapes = _other_shapes(leaves, other, axes, is_local)
-                    self.keys[key] = self._raw_keys(batch, shapes, states, axes)
+                    shapes = other_shapes(leaves, other, axes, is_local)
+                    self.keys[key] = self._keys(batch, shapes, states, axes)
             found = self.keys[key]
             if found is None:  # whatever fails is reported by the trace that follows
                 uneven = [i for i in unsure if leaves[i].aval.shape[0] % axes.devices]
@@ -260,13 +238,7 @@ class PlainStep:
 
         return split(hints=meaning.hints, raw_keys=keys_among)
 
-    def _types(
-        self, states: tuple[Sequence[Leaf], Any], batch: Any, leaves: Sequence[Leaf]
-    ) -> Hashable:
-        types = ((x.aval.shape, x.aval.dtype) for x in (*states[0], *leaves))
-        return states[1], jax.tree.structure(batch), *types
-
-    def _raw_keys(
+    def _keys(
         self,
         batch: tuple[Any, ...],
         leaves: Sequence[Leaf],
@@ -274,21 +246,11 @@ class PlainStep:
         axes: Axes,
     ) -> frozenset[int] | None:
         """Which leaves of the batch are raw keys; None if the step cannot be traced."""
-        meaning = batch.meaning if isinstance(batch, Rest) else StateArguments()
+        rows = [self.control.of(leaf_name(x.path)).per_device_state for x in states[0]]
         own = [
-            replace(x, aval=_without_row(x.aval))
-            if self.control.of(leaf_name(x.path)).per_device_state
-            else x
-            for x in states[0]
+            without_row(x) if row else x for x, row in zip(states[0], rows, strict=True)
         ]
-        closed = close_avals(own, states[1]), close_avals(leaves, _structure(batch))
-        run = on_closed(lambda old, rest: self.call(old, Rest(rest, meaning)), [])
-        made = trace_once(run, closed, axes)
-        if made is None:
-            return None
-        with contextlib.suppress(ShardingError):
-            return frozenset(i - len(own) for i in raw_keys(made.program()))
-        return None
+        return keys_in(self.call, batch, leaves, (own, states[1]), axes)
 
     def planned(
         self,
@@ -345,30 +307,6 @@ class PlainStep:
             warn_of_axes(planned)
             self.plans[key] = planned
         return self.plans[key]
-
-
-def _structure(batch: Any) -> Any:
-    return jax.tree.structure(tuple(batch))
-
-
-def _without_row(aval: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(aval.shape[1:], aval.dtype, weak_type=aval.weak_type)
-
-
-def _other_shapes(
-    leaves: Sequence[Leaf], split: Sequence[Sharding], axes: Axes, is_local: bool
-) -> list[Leaf]:
-    """Leaves of one device's part on global shapes, or the other way round."""
-    out = []
-    for leaf, sharding in zip(leaves, split, strict=True):
-        shape = list(leaf.aval.shape)
-        for dim in range(len(shape)):
-            parts = parts_of(sharding, dim, axes)
-            shape[dim] = shape[dim] * parts if is_local else shape[dim] // parts
-        dtype, weak = leaf.aval.dtype, leaf.aval.weak_type
-        aval = jax.ShapeDtypeStruct(tuple(shape), dtype, weak_type=weak)
-        out.append(replace(leaf, aval=aval))
-    return out
 
 
 def _key(args: tuple[Any, ...]) -> Hashable:

@@ -36,6 +36,7 @@ def test_names(name, platform, topology, count):
     found = targets.target(name)
     assert (found.platform, found.topology) == (platform, topology)
     assert (found.name, found.num_devices) == (name, count)
+    assert targets.target(name.upper()) == found
 
 
 @pytest.mark.parametrize(
