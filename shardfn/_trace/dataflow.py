@@ -5,7 +5,9 @@ and of what is computed from them; and which results are arguments that were upd
 place, element by element.
 """
 
+import functools
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -231,6 +233,20 @@ def _through_op(node: Node, ins: Sequence[Update], result: int) -> Update:
             written = same
         found |= Update(update.of, same, written)
     return found
+
+
+def dependences(program: Program) -> list[int]:
+    """What each output of a program is computed from, in whatever way; bit `i` stands
+    for argument `i`."""
+    known = {value: 1 << i for i, value in enumerate(program.inputs)}
+    for node in program.nodes:
+        read = (known.get(atom, 0) for atom in node.inputs if isinstance(atom, int))
+        known.update(
+            dict.fromkeys(node.outputs, functools.reduce(operator.or_, read, 0))
+        )
+    return [
+        known.get(atom, 0) if isinstance(atom, int) else 0 for atom in program.outputs
+    ]
 
 
 def _holds(node: Node, operand: int, result: int) -> bool:

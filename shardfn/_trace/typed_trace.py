@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from shardfn._core import compat
 from shardfn._core.sharding import Axes, Sharding, partition_spec
-from shardfn._trace.state_arguments import is_like_rows
+from shardfn._trace.argument_flow import is_like_rows
 
 
 def typed_jaxpr(

@@ -133,6 +133,27 @@ def test_an_unhealthy_number_is_an_error_and_the_state_stays(
         run(state, x)
 
 
+@pytest.mark.parametrize("value", [jnp.float32, lambda x: jax.random.key(3)])
+def test_a_scalar_on_one_device_is_moved_though_transfers_are_guarded(value) -> None:
+    """The plain step, on one device, has nothing to move."""
+
+    def plain(w: jax.Array, scalar: jax.Array) -> tuple[jax.Array, jax.Array]:
+        if scalar.dtype == jnp.float32:
+            return w * scalar, scalar
+        return w * jax.random.uniform(scalar), w.sum()
+
+    step = shardfn.fully_shard(plain, jax.make_mesh((8,), ("data",)), min_size=0)
+    first, w = step.shard(jnp.arange(9.0)), jnp.arange(9.0)
+    for _ in range(2):
+        scalar = jax.block_until_ready(value(0.5))
+        expected = jax.jit(plain)(w, scalar)
+        with jax.transfer_guard("disallow"):
+            got = step(first, scalar)
+        first, w = got[0], expected[0]
+        np.testing.assert_allclose(step.unshard(first), w, rtol=1e-6)
+        np.testing.assert_allclose(got[1], expected[1], rtol=1e-6)
+
+
 def test_rows_of_a_padded_leaf_are_looked_up_without_rank_promotion() -> None:
     """Indices `[.., 1]` are clipped to ends `[1]` inside."""
     run = shardfn.fully_shard(lambda w, x: (w, w[jnp.array([1])]), mesh(), min_size=8)

@@ -158,6 +158,9 @@ def pick(fn, *order):
         (microbatched, (MU, P, ones(2, 8, 16)), "0<-1 1<-2"),
         (haiku, (P, {"bn": {"mean": ones(8), "n": 0}}, MU, jax.random.key(0), {"x": X}),
          "0<-0 1<-1 2<-2"),
+        # As many rows in each leaf of averages as in others, but not the batch's.
+        (lambda p, s, x: (p, {"m": 0.9 * s["m"] + 0.1 * (x @ p["w"]).mean(0)[None]}, 0),
+         (P, {"m": ones(1, 8)}, X), "0<-0 1<-1"),
         # Arguments of one type: by what each becomes.
         (average, (P, P, MU, X), "0<-0 1<-1 2<-2"),
         (pick(average, 1, 0, 2), (P, P, MU, X), "0<-1 1<-0 2<-2"),

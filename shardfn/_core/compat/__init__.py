@@ -211,6 +211,9 @@ from shardfn._core.compat.settings import (
 from shardfn._core.compat.settings import (
     jit_enabled as jit_enabled,
 )
+from shardfn._core.compat.settings import (
+    refuses_transfers as refuses_transfers,
+)
 from shardfn._core.compat.source_lines import (
     BACKWARD as BACKWARD,
 )

@@ -49,6 +49,12 @@ def checks_values() -> bool:
     return bool(_config.debug_nans.value or _config.debug_infs.value)
 
 
+def refuses_transfers() -> bool:
+    """Whether `jax.transfer_guard` refuses to move arrays between devices unasked."""
+    guard = getattr(jax.config, "jax_transfer_guard_device_to_device")  # noqa: B009
+    return guard in ("disallow", "disallow_explicit")
+
+
 def jit_enabled() -> contextlib.AbstractContextManager[Any]:
     """A context in which `jax.jit` compiles, whatever `jax.disable_jit` says around."""
     if not _config.disable_jit.value:
