@@ -51,6 +51,34 @@ def checked_init(
     return make
 
 
+def in_containers(treedef: Any, leaves: Sequence[Any], method: str, what: str) -> Any:
+    """The state's containers with leaves that are no arrays in them.
+
+    Args:
+      treedef: how they are put together.
+      leaves: what is put into them.
+      method: name of the step's method, for errors.
+      what: what the leaves are, for errors.
+
+    Returns:
+      The pytree.
+
+    Raises:
+      ShardingError: a class of the user's takes arrays alone.
+    """
+    try:
+        return jax.tree.unflatten(treedef, leaves)
+    except Exception as error:
+        raise ShardingError(
+            f"{method} cannot put {what} into the containers of the state: "
+            f"{type(error).__name__}: {error}.\n{called()}"
+            "A class that converts its leaves whenever it is made, in __post_init__ or "
+            "tree_unflatten, takes arrays alone, and fails in jax.eval_shape, too. "
+            "Convert them in the function that creates the state, or leave what is "
+            "no array as it is. step.init and the step itself take such a state."
+        ) from error
+
+
 def _is_made(init_fn: Any, args: Sequence[Any]) -> bool:
     """Whether this is a state. One that can be called, such as an Equinox module, does
     not take the arguments."""

@@ -188,7 +188,8 @@ class PlainStep:
         the first is taken for the state, and planning says what is wrong."""
         found = self.traced(args, axes, mesh)
         if found is None:
-            return StateArguments()
+            notes = () if _take_avals(args) else (_CLOSED,)
+            return StateArguments(notes=notes, hints=notes)
         avals, made = found
         given = by_place(avals)
         names = {
@@ -307,6 +308,25 @@ class PlainStep:
             warn_of_axes(planned)
             self.plans[key] = planned
         return self.plans[key]
+
+
+_CLOSED = (
+    "a class among the arguments converts its leaves when it is made, so which of them "
+    "are state is not looked for: the first is. Pass state_argnums if others are, too"
+)
+
+
+def _take_avals(args: tuple[Any, ...]) -> bool:
+    """Whether the containers of arguments, all arrays, take abstract ones."""
+    try:
+        leaves, treedef = leaves_of(args, "argument")
+    except ShardingError:  # a leaf that is no array, which is said elsewhere
+        return True
+    try:
+        jax.tree.unflatten(treedef, [leaf.aval for leaf in leaves])
+    except Exception:  # of a class of the user's
+        return False
+    return True
 
 
 def _key(args: tuple[Any, ...]) -> Hashable:

@@ -11,9 +11,10 @@ from typing import Any, TypeVar, overload
 import jax
 import numpy
 from jax.sharding import Mesh
+from jax.tree_util import treedef_tuple
 
 from shardfn._api.compiled_steps import Programs
-from shardfn._api.init_function import checked_init
+from shardfn._api.init_function import checked_init, in_containers
 from shardfn._api.plain_step import PlainStep
 from shardfn._core import compat, processes
 from shardfn._core.automatic_axes import made_by
@@ -68,11 +69,10 @@ class StateMethods:
         storage = self.storage
         init_fn = self._with_rows(checked_init(init_fn, args, "init"))
         made = made_by(init_fn, args, storage.auto_sizes)
-        leaves, treedef = storage.leaves((made,))
-        traced = is_traced(args)
+        leaves, traced = storage.made_leaves(made), is_traced(args)
         out = make_leaves(*storage.stored_init(init_fn, leaves, whole=traced), args)
-        storage.note_splits(leaves, treedef)
-        return jax.tree.unflatten(treedef, storage.as_leaves(out, leaves))[0]
+        storage.note_splits(leaves, treedef_tuple((made.treedef,)))
+        return jax.tree.unflatten(made.treedef, storage.as_leaves(out, leaves))
 
     @names_step
     def abstract(self, init_fn: Callable[..., State], *args: Any) -> State:
@@ -89,8 +89,8 @@ class StateMethods:
         """
         init_fn = self._with_rows(checked_init(init_fn, args, "abstract"))
         made = made_by(init_fn, args, self.storage.auto_sizes)
-        leaves, treedef = self.storage.leaves((made,))
-        return jax.tree.unflatten(treedef, self.storage.abstract(leaves))[0]
+        leaves = self.storage.abstract(self.storage.made_leaves(made))
+        return in_containers(made.treedef, leaves, "abstract", "ShapeDtypeStructs")
 
     @names_step
     def shard(self, state: State) -> State:
@@ -203,7 +203,8 @@ class StateMethods:
         """
         leaves, treedef = self.storage.leaves((state,))
         avals = [self.storage.whole_aval(x, s) for x, s in self.storage.each(leaves)]
-        return jax.tree.unflatten(treedef, [x.sharding for x in avals])[0]
+        shardings = [x.sharding for x in avals]
+        return in_containers(treedef, shardings, "shardings", "NamedShardings")[0]
 
     def _with_rows(self, init_fn: Callable[..., Any]) -> Callable[..., Any]:
         """`init_fn` with a row for each device in what devices keep for themselves."""

@@ -7,11 +7,13 @@ In: the shardings that arrays, their types and traced functions carry. Out: an
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import tree_flatten_with_path
 
 from shardfn._core import compat
 from shardfn._core.sharding import Axes, Sharding, Split, local_shape, partition_spec
@@ -159,20 +161,40 @@ def _made_sharding(jaxpr: Any, atom: Any) -> NamedSharding | None:
     return _made_sharding(inner, inner.outvars[at])
 
 
-def made_by(init_fn: Callable[..., Any], args: Sequence[Any], sizes: Sizes) -> Any:
-    """What `init_fn` returns, as `ShapeDtypeStruct`s with the splits over automatic
-    axes that it gives them."""
-    made = jax.eval_shape(init_fn, *args)
-    if not sizes:
-        return made
-    leaves, treedef = jax.tree.flatten(made)
-    given = made_shardings(jax.make_jaxpr(init_fn)(*args))
-    return jax.tree.unflatten(
-        treedef,
-        [
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What a function makes, without the user's containers: those that convert their
+    leaves when they are made take arrays alone.
+
+    Attributes:
+      paths: of the leaves.
+      leaves: `ShapeDtypeStruct`s.
+      treedef: how they are put together.
+    """
+
+    paths: tuple[Any, ...]
+    leaves: tuple[jax.ShapeDtypeStruct, ...]
+    treedef: Any
+
+
+def made_by(init_fn: Callable[..., Any], args: Sequence[Any], sizes: Sizes) -> Made:
+    """What `init_fn` returns, with the splits over automatic axes that it gives its
+    leaves."""
+    forms: list[Any] = []
+
+    def flat(*args: Any) -> list[Any]:
+        leaves, treedef = tree_flatten_with_path(init_fn(*args))
+        forms.append((tuple(path for path, _ in leaves), treedef))
+        return [x for _, x in leaves]
+
+    leaves = jax.eval_shape(flat, *args)
+    if sizes:
+        given = made_shardings(jax.make_jaxpr(flat)(*args))
+        leaves = [
             jax.ShapeDtypeStruct(
                 x.shape, x.dtype, weak_type=x.weak_type, sharding=sharding
             )
             for x, sharding in zip(leaves, given, strict=True)
-        ],
-    )
+        ]
+    paths, treedef = forms[-1]
+    return Made(paths, tuple(leaves), treedef)

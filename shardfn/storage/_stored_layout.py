@@ -13,12 +13,18 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardfn._core import compat
-from shardfn._core.automatic_axes import AutoSplit, fitting, full_spec
+from shardfn._core.automatic_axes import (
+    AutoSplit,
+    Made,
+    auto_split,
+    fitting,
+    full_spec,
+)
 from shardfn._core.control import NOTHING_ASKED, Control
 from shardfn._core.leaves import Leaf
 from shardfn._core.sharding import Axes, Sharding, stored_shape
 from shardfn.storage._layout import partition, with_moments
-from shardfn.storage._leaves import leaves_of
+from shardfn.storage._leaves import abstract, leaves_of
 from shardfn.storage._mesh_context import home
 from shardfn.storage._padding import to_stored
 from shardfn.storage._shared_variables import refuse_shared
@@ -102,14 +108,18 @@ class StoredLayout:
         refuse_shared(states)
         leaves, treedef = leaves_of(states, "state", self.auto_sizes)
         known = self.splits.get((treedef, _shapes(leaves)), [])
-        leaves = _split_as_known(jax.tree.leaves(states), leaves, known)
-        autos = with_moments(
-            [leaf.path for leaf in leaves],
-            [leaf.aval.shape for leaf in leaves],
-            [leaf.auto for leaf in leaves],
+        return _like_moments(
+            _split_as_known(jax.tree.leaves(states), leaves, known)
+        ), treedef
+
+    def made_leaves(self, made: Made) -> tuple[Leaf, ...]:
+        """The leaves of a state that a function makes."""
+        sizes = self.auto_sizes
+        leaves = (
+            Leaf(path, abstract(x, path, "state"), auto_split(x, x.shape, sizes))
+            for path, x in zip(made.paths, made.leaves, strict=True)
         )
-        split = [replace(x, auto=a) for x, a in zip(leaves, autos, strict=True)]
-        return tuple(split), treedef
+        return _like_moments(list(leaves))
 
     def each(self, leaves: Sequence[Leaf]) -> list[tuple[Leaf, Sharding]]:
         return list(zip(leaves, self.partition(leaves), strict=True))
@@ -178,6 +188,17 @@ def axes_over(mesh: Mesh, names: tuple[str, ...], control: Control) -> Axes:
         tuple(sorted(groups)),
         compat.dtypes_without_sum(mesh.devices.flat[0].platform, has_others),
     )
+
+
+def _like_moments(leaves: Sequence[Leaf]) -> tuple[Leaf, ...]:
+    """Leaves that do not say how automatic axes split them, split as those are that
+    they are moments of."""
+    autos = with_moments(
+        [leaf.path for leaf in leaves],
+        [leaf.aval.shape for leaf in leaves],
+        [leaf.auto for leaf in leaves],
+    )
+    return tuple(replace(x, auto=a) for x, a in zip(leaves, autos, strict=True))
 
 
 def _split_as_known(

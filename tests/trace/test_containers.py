@@ -66,6 +66,32 @@ def test_classes_that_convert_their_leaves(step) -> None:
     assert "all_gather" in str(sharded.plan(state, BATCH))
 
 
+def test_init_makes_such_a_state() -> None:
+    """Their own shapes, and what cannot hold anything but arrays says so."""
+
+    def create(key: jax.Array) -> dict[str, Pair]:
+        return {"a": Pair(jax.random.normal(key, (16, 3)), jnp.ones(9))}
+
+    sharded, key = shardfn.fully_shard(nested, MESH, min_size=8), jax.random.key(0)
+    state = sharded.init(create, key)
+    assert jax.tree.structure(state) == jax.tree.structure(create(key))
+    assert state["a"].w.sharding.spec == jax.P("data")
+    new, loss = sharded(sharded.init(create, key), BATCH)
+    made = jax.jit(create)(key)
+    for a, b in zip(
+        jax.tree.leaves((sharded.unshard(state), sharded.unshard(new), loss)),
+        jax.tree.leaves((made, *jax.jit(nested)(made, BATCH))),
+        strict=True,
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+    for method in (
+        lambda: sharded.abstract(create, key),
+        lambda: sharded.shardings(new),
+    ):
+        with pytest.raises(shardfn.ShardingError, match="cannot put .* containers of"):
+            method()
+
+
 def test_a_step_per_device() -> None:
     sharded = shardfn.fully_shard(per_device, MESH, min_size=8)
     state, loss = sharded(sharded.shard(STATE), BATCH)

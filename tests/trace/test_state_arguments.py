@@ -2,6 +2,7 @@
 comes back: by containers, names and types, and by what becomes of each leaf.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -19,6 +20,15 @@ from shardfn._core.call_arguments import StateArguments
 pytestmark = pytest.mark.standard_promotion
 
 OPT = optax.adam(0.1)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Converted:
+    w: Any
+
+    def __post_init__(self) -> None:
+        self.w = jnp.asarray(self.w)
 
 
 def ones(*shape: int) -> jax.Array:
@@ -262,6 +272,15 @@ FIRST = [
     "argument 0 ('x'), which comes back as result 0, may be the state, or a batch",
     "Pass state_argnums=0 to fully_shard if that is the state, and return it first",
 ]
+
+
+def test_classes_that_take_arrays_alone_are_not_looked_into() -> None:
+    def step(s, x):
+        return jax.tree.map(lambda a: a + x.mean(), s), 0.0
+
+    found = meaning(step, Converted(ones(16, 8)), X)
+    assert shown(found) == "0<-0"
+    assert "converts its leaves when it is made" in found.hints[0]
 
 
 @pytest.mark.parametrize(
