@@ -1,4 +1,4 @@
-"""`python -m shardfn`: see `shardfn._api.cli`, which needs the extra `cli`."""
+"""`python -m shardfn`, or `shardfn`: see `shardfn._api.cli`; needs the extra `cli`."""
 
 import sys
 
@@ -12,4 +12,5 @@ except ModuleNotFoundError as error:
         "installed.\nRun, in a clone of shardfn: pip install -e '.[cli]'"
     )
 
-main()
+if __name__ == "__main__":
+    main()
