@@ -16,6 +16,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from plan_helpers import cpu_mesh
 from sharded_and_plain import quick_compiles as quick_compiles
 
 import shardfn
@@ -292,3 +293,29 @@ def test_refused() -> None:
 
     keys = "makes random numbers from several RBG keys"
     refused(noisy, mesh, P("data"), "data", keys, jax.random.key(0, impl="unsafe_rbg"))
+
+
+def test_gathered_embeddings_send_what_a_global_step_sends() -> None:
+    """A contrastive loss that gathers the other rows, written for one device."""
+    mesh = cpu_mesh(8)
+
+    def whole(h):
+        return jax.nn.logsumexp(h @ h.T, 1).mean()
+
+    def inner(h):
+        def local(h):
+            every = lax.all_gather(h, "data", axis=0, tiled=True)
+            return lax.pmean(jax.nn.logsumexp(h @ every.T, 1).mean(), "data")
+
+        return jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P())(h)
+
+    def sent(loss) -> int:
+        def step(w, x):
+            return w - jax.grad(lambda w: loss(jnp.tanh(x @ w)))(w), 0.0
+
+        plan = shardfn.fully_shard(step, mesh, min_size=1).plan(
+            jnp.ones((24, 24)), jnp.ones((16, 24))
+        )
+        return sum(c.total_bytes for c in plan.collectives)
+
+    assert sent(inner) == sent(whole)
