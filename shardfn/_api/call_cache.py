@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from shardfn._core import compat
 from shardfn._core.call_arguments import Position, meaning_of, new_leaves
 from shardfn._core.leaves import Leaf
-from shardfn.storage._mesh_context import beside
+from shardfn.storage._mesh_context import on_mesh_of
 from shardfn.storage._placement import Storage, is_placed
 from shardfn.storage._stored_array import StoredArray
 
@@ -252,7 +252,7 @@ def apart(state: list[Any], batch: Sequence[Any], oldest: int = 0) -> list[Any]:
     for x in state:
         buffers = _buffers(x) if _shard_bytes(x) in sizes else set()
         if id(x) in seen or taken & buffers:
-            with beside(x):
+            with on_mesh_of(x):
                 x = jax.numpy.copy(x)
         seen.add(id(x))
         taken |= buffers

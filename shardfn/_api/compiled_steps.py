@@ -39,7 +39,7 @@ class Programs:
       plain: the plain step.
       storage: the mesh, and how states are stored on it.
       donate: whether the state's buffers are given to the result.
-      asked: what the user wants the compiler told.
+      asked: what the user asks of the compiler.
     """
 
     plain: PlainStep

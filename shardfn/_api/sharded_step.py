@@ -345,7 +345,13 @@ class ShardedStep(StateMethods, Generic[P, R]):
             donates=self.programs.donate and not whole,
         )
         types = tuple((x.aval, x.auto) for x in (*leaves, *batch_leaves))
-        program = treedef, batch_tree, types, storage.home, compat.configuration()
+        program = (
+            treedef,
+            batch_tree,
+            types,
+            storage.current_mesh,
+            compat.configuration(),
+        )
         if not self._checked.find(program):
             is_real = not whole
             rest = jax.tree.unflatten(batch_tree, placed)
@@ -374,7 +380,7 @@ class ShardedStep(StateMethods, Generic[P, R]):
             return None
         settings = None if self.verify == "off" else compat.configuration()
         debugs = compat.checks_values()
-        return tree, types, self.storage.home, settings, debugs
+        return tree, types, self.storage.current_mesh, settings, debugs
 
     def _check_processes(self, planned: Planned, group: Sequence[int]) -> None:
         """Raises if another process of a group is about to run another plan."""

@@ -24,7 +24,7 @@ Python = Mapping[int | str, bool | int | float]
 
 def advises_binding(method: Method) -> Method:
     """Makes a method of a sharded step, which takes the step's arguments, say how to
-    bind those that the step wants to know the values of."""
+    bind those that the step needs the values of."""
 
     @functools.wraps(method)
     def advised(self: Any, *args: Any, **named: Any) -> Any:

@@ -1,6 +1,6 @@
 """Whether the arguments of `fully_shard` are what they may be.
 
-In: values as users write them. Out: the same in their settled form, or an error that
+In: values as users write them. Out: the same in one form, or an error that
 names the option, the value and what is allowed. `_core/control.py` checks the options
 that may differ from leaf to leaf.
 """

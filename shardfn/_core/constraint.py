@@ -181,14 +181,14 @@ def _stays(now: AxisSharding, spec: Spec) -> bool:
     return bool(spec) and all(names is None for names in spec)
 
 
-def wanted(
-    eqn: JaxprEqn, made: Sharding, wants: Sequence[frozenset[Split | None]]
+def operand_preference(
+    eqn: JaxprEqn, made: Sharding, preferences: Sequence[frozenset[Split | None]]
 ) -> tuple[frozenset[Any], ...]:
-    """What a constraint wants its operand in, of what is wanted of its result."""
+    """What a constraint prefers its operand in, by what is preferred of its result."""
     is_open = None in eqn.params["spec"]
     return tuple(
         opinions if is_open and not isinstance(s, Split) else frozenset({s})
-        for s, opinions in zip(made, wants, strict=True)
+        for s, opinions in zip(made, preferences, strict=True)
     )
 
 

@@ -93,8 +93,8 @@ class Control:
                         f"{option} names '{pattern}', which matches no leaf of the "
                         f"state.\n{called()}{self._given()}{advice(pattern, names)}"
                     )
-                for earlier, other, held in wider:
-                    if held > taken and other != value:
+                for earlier, other, matched in wider:
+                    if matched > taken and other != value:
                         raise ShardingError(
                             f"{option} names '{pattern}' after '{earlier}', which has "
                             f"all of its leaves: the first that matches counts.\n"

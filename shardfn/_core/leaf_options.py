@@ -21,7 +21,7 @@ from shardfn._core.option_values import (
     RESHARD,
     Accumulate,
     Option,
-    Reshard,
+    ReshardAfterForward,
 )
 
 T = TypeVar("T")
@@ -34,7 +34,7 @@ class LeafOptions(TypedDict, total=False):
     """The options of `fully_shard` that may differ from leaf to leaf of the state."""
 
     reshard_after_forward: Annotated[
-        PerLeaf[Reshard],
+        PerLeaf[ReshardAfterForward],
         Option(
             default="auto",
             values=RESHARD,

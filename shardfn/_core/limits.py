@@ -24,8 +24,8 @@ wire. 50304 rows over 8 devices, 6288 each, were 6384."""
 # What each operation splits
 
 FREE_ROUNDS = 5
-"""Rounds of propagation in which a value may come to be wanted otherwise than before.
-After them what is wanted can only grow, so that rounds that go back and forth come to
+"""Rounds of propagation in which a value's preferred shardings may change freely.
+After them preferences can only grow, so that rounds that go back and forth come to
 an end. When the rounds after them came to be, no plan of 127 programs changed."""
 
 GROWTH = 2

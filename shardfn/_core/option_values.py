@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from shardfn._core.errors import cannot_be
 
-Reshard = bool | int | Literal["auto"]
+ReshardAfterForward = bool | int | Literal["auto"]
 Accumulate = Literal["auto", "scatter", "defer"]
 
 
@@ -65,7 +65,7 @@ def _one_of(literal: Any) -> Values:
     return Values(", ".join(map(repr, allowed)), read)
 
 
-def _reshard(value: Any) -> Reshard:
+def _reshard(value: Any) -> ReshardAfterForward:
     if isinstance(value, bool) or (isinstance(value, str) and value == "auto"):
         return value  # pyright: ignore[reportReturnType]
     if type(value) is not int or value < 1:

@@ -74,7 +74,7 @@ class Reshard:
         return part_shape(self.shape, self.auto)
 
     @property
-    def keeps_part(self) -> bool:
+    def leaves_part(self) -> bool:
         """Whether it leaves each device of a group its part of a whole value."""
         return any(isinstance(s, Split) and s.group for s in self.path[-1])
 
@@ -97,7 +97,7 @@ class Apply:
       result_shardings: shardings of the results as the op makes them.
       parts: `(factor, mesh axis index)` for every factor that is split.
       bodies: plans of control flow bodies.
-      fallback: whether it runs on gathered operands for want of a rule.
+      fallback: whether it runs on gathered operands because there is no rule.
       place: the user's source line, for the fallback's line in the plan.
       times: how often a body runs per run of this step (scan length), None if unknown.
       imports: versions that the body of a scan or remat imports: a scan slices them.
@@ -159,8 +159,8 @@ class BodyPlan:
       steps: what runs, in order.
       outputs: what is returned; None for a literal.
       output_shardings: its shardings.
-      imports: versions that come in beside the arguments.
-      exports: versions that are handed out beside the outputs.
+      imports: versions that come in besides the arguments.
+      exports: versions that are handed out besides the outputs.
     """
 
     inputs: tuple[Sharding, ...]

@@ -129,7 +129,9 @@ def assert_processes_agree(
         return
     place = _next_place(numbers)
     digest = hashlib.sha256(text.encode()).hexdigest()
-    other = _odd_one(client, place, numbers, {"at": f"compared {what}", "is": digest})
+    other = _differing_process(
+        client, place, numbers, {"at": f"compared {what}", "is": digest}
+    )
     if other is None:
         return
     first = numbers[0]
@@ -196,10 +198,10 @@ def meeting(done: str, group: Sequence[int] | None = None) -> Iterator[None]:
         is_first = index() == numbers[0]
         _set(client, place, report | {"process": index()} if is_first else report)
         raise
-    _odd_one(client, place, numbers, {"at": done})
+    _differing_process(client, place, numbers, {"at": done})
 
 
-def _odd_one(
+def _differing_process(
     client: Any, place: str, numbers: Sequence[int], report: dict[str, Any]
 ) -> int | None:
     """The process that says to be something else than the first of them, if any. Each

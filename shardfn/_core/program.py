@@ -41,7 +41,7 @@ class Node:
         condition and body, the branches.
       rule: the op's rule, if it has one.
       kinds: per operand VALUE, ZERO (known to be zero) or LITERAL (another one).
-      looks: see `equation_key`; the same object for equations that look the same.
+      eqn_key: see `equation_key`; the same object for equal equations.
       regions: per body, how its arguments and results lie among the node's.
       during: in which pass of the step it runs; `_trace.mark_passes` fills it in.
       microbatches: whether it is a scan over microbatches, each with rows to split.
@@ -56,7 +56,7 @@ class Node:
     regions: tuple[Region, ...] = ()
     rule: OpShardingRule | None = None
     kinds: tuple[str, ...] = ()
-    looks: tuple[Any, ...] = ()
+    eqn_key: tuple[Any, ...] = ()
     during: Pass = Pass()
     microbatches: bool = False
 

@@ -148,7 +148,7 @@ class _Call:
             whole = list(args)
             for i, value in zip(moved, values, strict=True):
                 whole[i] = value
-            out = compat.bind_again(self.node.eqn, *whole)
+            out = compat.rebind(self.node.eqn, *whole)
             rest = [x for j, x in enumerate(out) if j not in smooth]
             return [out[j] for j in smooth], rest
 

@@ -168,7 +168,7 @@ class _Run:
         elif steps:
             (step,) = steps
             self.env[step.result] = self.moved(step, blocks[0])
-            if step.keeps_part:
+            if step.leaves_part:
                 self.cut(step)
 
     def cut(self, step: Reshard) -> None:

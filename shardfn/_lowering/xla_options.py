@@ -20,7 +20,7 @@ from shardfn._core.errors import ShardingError, called, cannot_be
 Asked = Mapping[str, Any] | Literal[False] | None
 """`compiler_options` as users write it."""
 
-Options = tuple[tuple[str, Any], ...]
+Flags = tuple[tuple[str, Any], ...]
 """Names and values."""
 
 _INVALID = "INVALID_ARGUMENT: "
@@ -37,7 +37,7 @@ class Option:
       platform: "gpu" or "tpu".
       spellings: names and values that say it, the newest first; the first that the
         compiler knows counts.
-      settled_by: other flags and JAX settings that decide it. If the user gave one of
+      decided_by: other flags and JAX settings that decide it. If the user gave one of
         them, or one of the names, this package leaves the option alone.
       hosts: it is of use only if the mesh spans several hosts.
       kinds: the `device_kind`s that it is of use on; all of the platform if empty.
@@ -45,8 +45,8 @@ class Option:
     """
 
     platform: str
-    spellings: Options
-    settled_by: tuple[str, ...] = ()
+    spellings: Flags
+    decided_by: tuple[str, ...] = ()
     hosts: bool = False
     kinds: tuple[str, ...] = ()
     most: int = 0
@@ -58,9 +58,9 @@ _FUSED_GATHERS = "xla_tpu_enable_async_collective_fusion_fuse_all_gather"
 
 
 def _on_sparse_cores(
-    name: str, value: str = "true", *settled_by: str, most: int = 0
+    name: str, value: str = "true", *decided_by: str, most: int = 0
 ) -> Option:
-    return Option("tpu", ((name, value),), settled_by, kinds=_SPARSE_CORES, most=most)
+    return Option("tpu", ((name, value),), decided_by, kinds=_SPARSE_CORES, most=most)
 
 
 OPTIONS = (
@@ -68,7 +68,7 @@ OPTIONS = (
     Option(
         "gpu",
         (("xla_gpu_enable_latency_hiding_scheduler", True),),
-        settled_by=("exec_time_optimization_effort", "optimization_level"),
+        decided_by=("exec_time_optimization_effort", "optimization_level"),
     ),
     # Several transfers in flight instead of one: a layer's reduce-scatters do not wait
     # for the next layer's gathers to end, nor the gathers for one another.
@@ -131,9 +131,9 @@ def compiler_options(devices: Sequence[Any], asked: Asked) -> dict[str, Any]:
     """
     device = processes.reachable(devices)
     given = dict(asked or {})
-    wanted = {name: value for name, value in given.items() if value is not None}
+    asked = {name: value for name, value in given.items() if value is not None}
     platform = "gpu" if device.platform in _GPUS else device.platform
-    settled = {*given, *set_elsewhere()}
+    given_by_user = {*given, *set_elsewhere()}
     ours = [
         option
         for option in OPTIONS
@@ -141,9 +141,9 @@ def compiler_options(devices: Sequence[Any], asked: Asked) -> dict[str, Any]:
         and (processes.span(devices) > 1 or not option.hosts)
         and (not option.kinds or device.device_kind in option.kinds)
         and (not option.most or len(devices) <= option.most)
-        and settled.isdisjoint((*dict(option.spellings), *option.settled_by))
+        and given_by_user.isdisjoint((*dict(option.spellings), *option.decided_by))
     ]
-    if wanted and (refused := refusal(device, _frozen(wanted))):
+    if asked and (refused := refusal(device, _frozen(asked))):
         raise ShardingError(
             f"compiler_options names an option or a value that the compiler of "
             f"{device.device_kind} does not know: {refused}.\n{called()}"
@@ -151,7 +151,7 @@ def compiler_options(devices: Sequence[Any], asked: Asked) -> dict[str, Any]:
         )
     if asked is False:
         return {}
-    return {**_known(device, ours), **wanted}
+    return {**_known(device, ours), **asked}
 
 
 def set_elsewhere() -> set[str]:
@@ -183,7 +183,7 @@ def _known(device: Any, options: Iterable[Option]) -> dict[str, Any]:
 
 
 @functools.cache
-def refusal(device: Any, options: Options) -> str:
+def refusal(device: Any, options: Flags) -> str:
     """Why the compiler of `device` does not take these options, or `""`: tried on a
     program that returns zero. Troubles of another kind, such as no memory, are raised;
     they may have passed the next time."""
@@ -201,5 +201,5 @@ def refusal(device: Any, options: Options) -> str:
     return ""
 
 
-def _frozen(options: Mapping[str, Any]) -> Options:
+def _frozen(options: Mapping[str, Any]) -> Flags:
     return tuple(sorted(options.items()))

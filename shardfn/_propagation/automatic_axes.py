@@ -60,13 +60,13 @@ class _Walk:
       program: the program.
       rules: the rules of its equations and of those around it.
       splits: what follows from the operands of what makes a value.
-      wanted: what follows from its uses.
+      preferred: what follows from its uses.
     """
 
     program: Program
     rules: dict[int, OpShardingRule | None]
     splits: dict[int, AutoSplit] = field(default_factory=dict)
-    wanted: dict[int, AutoSplit] = field(default_factory=dict)
+    preferred: dict[int, AutoSplit] = field(default_factory=dict)
 
     def run(
         self,
@@ -81,9 +81,9 @@ class _Walk:
             node = self.program.nodes[step.node]
             self.splits.update(zip(node.outputs, self.apply(step)[1], strict=True))
         for atom, split in zip(self.program.outputs, outputs, strict=False):
-            self.want(atom, split)
+            self.prefer(atom, split)
         for step in reversed(applied):
-            self.look_back(self.program.nodes[step.node])
+            self.propagate_back(self.program.nodes[step.node])
         steps = tuple(
             self.note(s) if isinstance(s, Reshard) else self.apply(s)[0]
             for s in body.steps
@@ -93,14 +93,14 @@ class _Walk:
     def of(self, atom: Atom) -> AutoSplit:
         return self.splits.get(atom, ()) if isinstance(atom, int) else ()
 
-    def want(self, atom: Atom, split: AutoSplit) -> None:
+    def prefer(self, atom: Atom, split: AutoSplit) -> None:
         if isinstance(atom, int) and split and not self.of(atom):
-            self.wanted.setdefault(atom, split)
+            self.preferred.setdefault(atom, split)
 
     def will_be(self, atom: Atom) -> AutoSplit:
         """How a value is or will be split: gradients end as their parameters are."""
-        wanted = self.wanted.get(atom, ()) if isinstance(atom, int) else ()
-        return self.of(atom) or wanted
+        preferred = self.preferred.get(atom, ()) if isinstance(atom, int) else ()
+        return self.of(atom) or preferred
 
     def note(self, step: Reshard) -> Reshard:
         value = step.source.value
@@ -115,8 +115,8 @@ class _Walk:
         if node.passes_through:
             return step, operands
         if node.bodies:
-            wanted = list(map(self.will_be, node.outputs))
-            return _flow(self.rules, step, node, operands, wanted)
+            preferred = list(map(self.will_be, node.outputs))
+            return _flow(self.rules, step, node, operands, preferred)
         rule = self.rule(node)
         if rule is None or not any(operands):
             return step, [()] * len(node.outputs)
@@ -125,8 +125,8 @@ class _Walk:
         )
         return step, [_in_value(dims, rule, found) for dims in rule.results]
 
-    def look_back(self, node: Node) -> None:
-        """What the results of an op, and its other operands, want of each operand."""
+    def propagate_back(self, node: Node) -> None:
+        """What the results of an op, and its other operands, prefer of each operand."""
         rule = self.rule(node) if node.kind == "op" else None
         if rule is None:
             return
@@ -139,7 +139,7 @@ class _Walk:
         )
         found = _factors(rule, sides)
         for atom, dims in zip(node.inputs, rule.operands, strict=True):
-            self.want(atom, _in_value(dims, rule, found))
+            self.prefer(atom, _in_value(dims, rule, found))
 
     def rule(self, node: Node) -> OpShardingRule | None:
         key = id(node.eqn)
@@ -177,7 +177,7 @@ def _in_value(dims: Any, rule: OpShardingRule, found: dict[str, AutoAxes]) -> Au
 
 
 def _flow(
-    rules: Any, step: Apply, node: Node, operands: Splits, wanted: Splits
+    rules: Any, step: Apply, node: Node, operands: Splits, preferred: Splits
 ) -> Flow:
     """The step with its bodies noted, and the splits of its results: of each, those of
     the first body that splits it. Carries that begin whole, as zeros do, take the split
@@ -193,7 +193,7 @@ def _flow(
         ]
         outputs = [
             full(split[1:]) if j in region.stacks else split
-            for j, split in enumerate(region.leaving(wanted, ()))
+            for j, split in enumerate(region.leaving(preferred, ()))
         ]
         bodies[k], made = walk.run(step.bodies[k], inputs, outputs)
         return made

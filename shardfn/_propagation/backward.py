@@ -1,4 +1,4 @@
-"""The backward half of propagation: what consumers want of every value.
+"""The backward half of propagation: what consumers prefer of every value.
 
 In: a program and every node's decision. Out: per value, the shardings that its
 consumers take without a move, and the unreduced values that should be reduced where
@@ -24,39 +24,43 @@ from shardfn._core.sharding import (
 )
 from shardfn._core.sizes import elements, nbytes
 from shardfn._propagation.op_strategy import Decision, filled_factors
-from shardfn._propagation.preferences import Wants, union
+from shardfn._propagation.preferences import Preferences, union
 
-Place = tuple[int, int]
+ValueAxis = tuple[int, int]
 """A value and a mesh axis."""
 
 
 @dataclass(frozen=True, slots=True)
-class Reviewed:
+class BackwardResult:
     """What a backward pass found.
 
     Attributes:
-      wants: per value, what its consumers want; absent if none has an opinion.
-      settled: unreduced values, per mesh axis, to be reduced where they are made.
+      preferences: per value, what its consumers prefer; absent if they are free.
+      reduce_at_producer: unreduced values, per mesh axis, to be reduced there.
     """
 
-    wants: dict[int, Wants]
-    settled: frozenset[Place]
+    preferences: dict[int, Preferences]
+    reduce_at_producer: frozenset[ValueAxis]
 
-    def news(self, before: "Reviewed") -> set[int]:
+    def changes(self, before: "BackwardResult") -> set[int]:
         """The values of which it says something else than a pass before it."""
-        values = {value for value, _ in self.settled ^ before.settled}
-        values.update(before.wants.keys() - self.wants.keys())
-        was = before.wants.get
-        values.update(v for v, wants in self.wants.items() if was(v) != wants)
+        values = {
+            value for value, _ in self.reduce_at_producer ^ before.reduce_at_producer
+        }
+        values.update(before.preferences.keys() - self.preferences.keys())
+        was = before.preferences.get
+        values.update(
+            v for v, preferences in self.preferences.items() if was(v) != preferences
+        )
         return values
 
-    def grown(self, before: "Reviewed") -> dict[int, Wants]:
-        """What is wanted of every value, or was by a pass before it."""
-        wants = dict(before.wants)
-        for value, now in self.wants.items():
-            was = wants.get(value, now)
-            wants[value] = tuple(a | b for a, b in zip(was, now, strict=True))
-        return wants
+    def grown(self, before: "BackwardResult") -> dict[int, Preferences]:
+        """What is preferred of every value, or was by a pass before it."""
+        preferences = dict(before.preferences)
+        for value, now in self.preferences.items():
+            was = preferences.get(value, now)
+            preferences[value] = tuple(a | b for a, b in zip(was, now, strict=True))
+        return preferences
 
 
 @dataclass(slots=True)
@@ -64,42 +68,47 @@ class Memo:
     """What equal equations share in every backward pass over one step.
 
     Attributes:
-      passed: what an op wants of its operands, by its decision and by what is wanted of
-        its results. Equal equations share a decision, which the solver keeps alive.
-      joined: what two consumers want together.
+      passed: what an op prefers of its operands, by its decision and by what is
+        preferred of its results. Equal equations share a decision, which the solver
+        keeps alive.
+      joined: what two consumers prefer together.
     """
 
-    passed: dict[tuple[Any, ...], tuple[Wants, ...]] = field(default_factory=dict)
-    joined: dict[tuple[Wants, Wants], Wants] = field(default_factory=dict)
+    passed: dict[tuple[Any, ...], tuple[Preferences, ...]] = field(default_factory=dict)
+    joined: dict[tuple[Preferences, Preferences], Preferences] = field(
+        default_factory=dict
+    )
 
 
-def review(
+def propagate_backward(
     program: Program,
     decisions: Sequence[Decision],
     env: dict[int, Sharding],
     required: Sequence[Sharding | None],
-    out_wants: Sequence[Wants],
-    keep: Sequence[bool],
+    output_preferences: Sequence[Preferences],
+    may_stay_unreduced: Sequence[bool],
     axes: Axes,
     memo: Memo,
-) -> Reviewed:
-    """Goes through the program backwards, from what is wanted of its outputs."""
+) -> BackwardResult:
+    """Goes through the program backwards, from what is preferred of its outputs."""
     pass_ = _Pass(program, env, axes, memo)
     for j, atom in enumerate(program.outputs):
         if isinstance(atom, int):
-            pass_.output(atom, required[j], out_wants[j], keep[j])
+            pass_.output(
+                atom, required[j], output_preferences[j], may_stay_unreduced[j]
+            )
     for node, decision in zip(
         reversed(program.nodes), reversed(decisions), strict=True
     ):
         pass_.node(node, decision)
-    return Reviewed(pass_.wants, frozenset(pass_.settled))
+    return BackwardResult(pass_.preferences, frozenset(pass_.reduce_at_producer))
 
 
 @dataclass(slots=True)
 class _Pass:
     """State of one backward pass.
 
-    `sums` holds the values that are unreduced along some axis. `late` holds, for each
+    `sums` holds the values that are unreduced along some axis. `deferred` is, for each
     of them, the bytes to move if it is left to its consumers (an all-reduce moves twice
     what a reduce-scatter does), `blocked` those of which some consumer needs the sum,
     `merges` those that a consumer adds to another unreduced value.
@@ -109,86 +118,94 @@ class _Pass:
     env: dict[int, Sharding]
     axes: Axes
     memo: Memo
-    wants: dict[int, Wants] = field(default_factory=dict)
+    preferences: dict[int, Preferences] = field(default_factory=dict)
     sums: set[int] = field(init=False)
-    settled: set[Place] = field(default_factory=set)
-    late: dict[Place, float] = field(default_factory=dict)
-    cost: dict[Place, float] = field(default_factory=dict)
-    blocked: set[Place] = field(default_factory=set)
-    merges: set[Place] = field(default_factory=set)
+    reduce_at_producer: set[ValueAxis] = field(default_factory=set)
+    deferred: dict[ValueAxis, float] = field(default_factory=dict)
+    cost: dict[ValueAxis, float] = field(default_factory=dict)
+    blocked: set[ValueAxis] = field(default_factory=set)
+    merges: set[ValueAxis] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.sums = {
             value for value, sharding in self.env.items() if is_unreduced(sharding)
         }
 
-    def add(self, value: int, wants: Wants) -> None:
-        """Notes what one more consumer of `value` wants."""
-        old = self.wants.get(value)
+    def add(self, value: int, preferences: Preferences) -> None:
+        """Notes what one more consumer of `value` prefers."""
+        old = self.preferences.get(value)
         if old is None:
-            if any(wants):
-                self.wants[value] = wants
-        elif old is not wants:
-            pair = old, wants
+            if any(preferences):
+                self.preferences[value] = preferences
+        elif old is not preferences:
+            pair = old, preferences
             joined = self.memo.joined.get(pair)
             if joined is None:
                 joined = tuple(a | b for a, b in zip(*pair, strict=True))
                 self.memo.joined[pair] = joined
-            self.wants[value] = joined
+            self.preferences[value] = joined
 
     def unreduced(self, value: int, axis: int) -> bool:
         return isinstance(self.env[value][axis], Unreduced)
 
     def output(
-        self, value: int, fixed: Sharding | None, wants: Wants, keep: bool
+        self,
+        value: int,
+        fixed: Sharding | None,
+        preferences: Preferences,
+        may_stay_unreduced: bool,
     ) -> None:
         states = fixed if fixed is not None else self.axes.replicated
         given = (
             frozenset({s}) if isinstance(s, Split) else opinions
-            for s, opinions in zip(states, wants, strict=True)
+            for s, opinions in zip(states, preferences, strict=True)
         )
         self.add(value, tuple(given))
         for axis, state in enumerate(states):
             if not self.unreduced(value, axis):
                 continue
-            may_stay = keep and (fixed is None or isinstance(state, Unreduced))
+            may_stay = may_stay_unreduced and (
+                fixed is None or isinstance(state, Unreduced)
+            )
             if not may_stay:
                 self.blocked.add((value, axis))
 
-    def born(self, value: int) -> None:
+    def choose_reduction(self, value: int) -> None:
         """All consumers of `value` are known: is it better reduced now or by them?"""
         aval = self.program.avals[value]
-        wants = self.wants.get(value)
+        preferences = self.preferences.get(value)
         for axis in range(len(self.axes.names)):
             place = (value, axis)
             if not self.unreduced(value, axis):
                 continue
-            scatters = wants is not None and any(
+            scatters = preferences is not None and any(
                 w is not None
                 and can_split(aval.shape, self.axes.replicated, axis, w, self.axes)
-                for w in wants[axis]
+                for w in preferences[axis]
             )
             own = nbytes(aval) * (1 if scatters else 2)
-            late = self.late.get(place, 0.0)
+            deferred = self.deferred.get(place, 0.0)
             merged = place in self.merges
             waits = place not in self.blocked and (
-                late < own or (merged and late <= own)
+                deferred < own or (merged and deferred <= own)
             )
-            self.cost[place] = late if waits else own
+            self.cost[place] = deferred if waits else own
             if not waits:
-                self.settled.add(place)
+                self.reduce_at_producer.add(place)
                 self.merges.discard(place)
 
     def node(self, node: Node, decision: Decision) -> None:
         for value in node.outputs:
             if value in self.sums:
-                self.born(value)
+                self.choose_reduction(value)
         if any(isinstance(a, int) and a in self.sums for a in node.inputs):
             for axis in range(len(self.axes.names)):
                 self.terms(node, decision, axis)
-        for atom, wants in zip(node.inputs, self.passed(node, decision), strict=True):
+        for atom, preferences in zip(
+            node.inputs, self.passed(node, decision), strict=True
+        ):
             if isinstance(atom, int):
-                self.add(atom, wants)
+                self.add(atom, preferences)
 
     def terms(self, node: Node, decision: Decision, axis: int) -> None:
         """Notes what it costs to leave unreduced operands to this node."""
@@ -205,17 +222,17 @@ class _Pass:
         merging = len(passed) > 1 or any(r in self.merges for r in results)
         for value in passed:
             place = (value, axis)
-            self.late[place] = self.late.get(place, 0.0) + total / len(passed)
+            self.deferred[place] = self.deferred.get(place, 0.0) + total / len(passed)
             if merging:
                 self.merges.add(place)
 
-    def passed(self, node: Node, decision: Decision) -> tuple[Wants, ...]:
-        """What a node wants of its operands, after what is wanted of its results."""
+    def passed(self, node: Node, decision: Decision) -> tuple[Preferences, ...]:
+        """What a node prefers of its operands, by what is preferred of its results."""
         if node.kind != "op":
-            return tuple(map(_flow, decision.wants, decision.operands))
+            return tuple(map(_flow, decision.preferences, decision.operands))
         if node.rule is None:
             return ((frozenset({None}),) * len(self.axes.names),) * len(node.inputs)
-        results = tuple(map(self.wants.get, node.outputs))
+        results = tuple(map(self.preferences.get, node.outputs))
         key = id(decision), results
         known = self.memo.passed.get(key)
         if known is None:
@@ -225,11 +242,11 @@ class _Pass:
         return known
 
 
-def _flow(wants: Wants, needed: Sharding) -> Wants:
-    """What control flow wants of one operand."""
+def _flow(preferences: Preferences, needed: Sharding) -> Preferences:
+    """What control flow prefers of one operand."""
     open_to = (
         frozenset() if isinstance(s, Unreduced) else opinions
-        for opinions, s in zip(wants, needed, strict=True)
+        for opinions, s in zip(preferences, needed, strict=True)
     )
     return union(tuple(open_to), needed)
 
@@ -238,15 +255,15 @@ def _op(
     rule: OpShardingRule,
     decision: Decision,
     sizes: Sequence[int],
-    results: Sequence[Wants | None],
+    results: Sequence[Preferences | None],
     axes: Axes,
-) -> tuple[Wants, ...]:
-    """What an op wants of its operands, of these numbers of elements."""
+) -> tuple[Preferences, ...]:
+    """What an op prefers of its operands, of these numbers of elements."""
     filled = filled_factors(rule, decision.parts, axes)
     chosen = {axis for _, axis in decision.parts}
     splittable = functools.cache(lambda factor: rule.is_splittable(factor, filled))
 
-    def wanted(i: int, axis: int) -> frozenset[Split | None]:
+    def preferred_of(i: int, axis: int) -> frozenset[Split | None]:
         state = decision.operands[i][axis]
         if not sizes[i]:
             return frozenset()
@@ -255,32 +272,34 @@ def _op(
         if axis in chosen:
             return frozenset({None} if state is None else ())
         return frozenset(
-            _through(rule, dims, rule.operands[i], want, filled, splittable)
-            for dims, wants in zip(rule.results, results, strict=True)
-            for want in (wants[axis] if wants else ())
+            _through(rule, dims, rule.operands[i], preference, filled, splittable)
+            for dims, preferences in zip(rule.results, results, strict=True)
+            for preference in (preferences[axis] if preferences else ())
         )
 
     each = range(len(axes.names))
-    return tuple(tuple(wanted(i, a) for a in each) for i in range(len(sizes)))
+    return tuple(tuple(preferred_of(i, a) for a in each) for i in range(len(sizes)))
 
 
 def _through(
     rule: OpShardingRule,
     result: Any,
     operand: Any,
-    want: Split | None,
+    preference: Split | None,
     filled: frozenset[str],
     splittable: Callable[[str], bool],
 ) -> Split | None:
-    """The split of an operand that makes the result split as wanted."""
-    if want is None:
+    """The split of an operand that makes the result split as preferred."""
+    if preference is None:
         return None
-    start = flat_start(want.dim)
+    start = flat_start(preference.dim)
     if start is not None:
-        keeps = rule.flat and len(operand) > start and operand[:start] == result[:start]
-        return want if keeps else None
-    factor = rule.major(result, want.dim, filled)
+        same_start = (
+            rule.flat and len(operand) > start and operand[:start] == result[:start]
+        )
+        return preference if same_start else None
+    factor = rule.major(result, preference.dim, filled)
     if factor is None or not splittable(factor):
         return None
     dim = rule.dim_of(operand, factor)
-    return None if dim is None else Split(dim, want.stored)
+    return None if dim is None else Split(dim, preference.stored)

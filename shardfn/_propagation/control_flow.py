@@ -1,7 +1,7 @@
 """How control flow is sharded: its bodies are solved like the program around them.
 
-In: a scan, while, cond or remat node, how its operands are sharded, what is wanted of
-its results. Out: a `Decision` that holds the plans of the bodies. Carries are a
+In: a scan, while, cond or remat node, how its operands are sharded, what is preferred
+of its results. Out: a `Decision` that holds the plans of the bodies. Carries are a
 fixpoint over their shardings, branches of a cond are joined.
 """
 
@@ -26,15 +26,15 @@ from shardfn._core.sharding import (
 from shardfn._propagation.batch_scans import RowLoop, row_loop
 from shardfn._propagation.loop_carries import Carries
 from shardfn._propagation.op_strategy import Decision
-from shardfn._propagation.preferences import Wants, reduced, union
+from shardfn._propagation.preferences import Preferences, reduced, union
 
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """A body's plan and what the body wants its arguments in."""
+    """A body's plan and what the body prefers its arguments in."""
 
     plan: BodyPlan
-    wants: tuple[Wants, ...]
+    preferences: tuple[Preferences, ...]
 
 
 class Solve(Protocol):
@@ -45,8 +45,8 @@ class Solve(Protocol):
         program: Program,
         inputs: Sequence[Sharding],
         required: Sequence[Sharding | None],
-        wants: Sequence[Wants],
-        keep: Sequence[bool],
+        preferences: Sequence[Preferences],
+        may_stay_unreduced: Sequence[bool],
     ) -> Solved: ...
 
 
@@ -59,9 +59,9 @@ class FlowSite:
       operand_avals: avals of its operands.
       result_avals: avals of its results.
       states: shardings of its operands now.
-      wants: wants of its results.
-      operand_wants: wants of its operands so far.
-      keep: per result, whether it may stay unreduced.
+      preferences: those of its results' consumers.
+      operand_preferences: those of its operands' consumers so far.
+      may_stay_unreduced: per result, whether it may stay unreduced.
       axes: the mesh axes.
       small: values with fewer elements may stay unreduced across iterations.
       solve: solves a body.
@@ -72,9 +72,9 @@ class FlowSite:
     operand_avals: Sequence[Any]
     result_avals: Sequence[Any]
     states: Sequence[Sharding]
-    wants: Sequence[Wants]
-    operand_wants: Sequence[Wants]
-    keep: Sequence[bool]
+    preferences: Sequence[Preferences]
+    operand_preferences: Sequence[Preferences]
+    may_stay_unreduced: Sequence[bool]
     axes: Axes
     small: int
     solve: Solve
@@ -94,13 +94,16 @@ class FlowSite:
     # Helpers
 
     def entering(self, i: int) -> Sharding:
-        """Operand `i` with unreduced terms summed, towards what is wanted of it."""
+        """Operand `i` with unreduced terms summed, towards what is preferred."""
         return reduced(
-            self.states[i], self.operand_wants[i], self.operand_avals[i], self.axes
+            self.states[i],
+            self.operand_preferences[i],
+            self.operand_avals[i],
+            self.axes,
         )
 
     @property
-    def no_wants(self) -> Wants:
+    def no_preferences(self) -> Preferences:
         return (frozenset(),) * len(self.axes.names)
 
     # remat
@@ -110,12 +113,12 @@ class FlowSite:
         solved = self.solve(
             self.node.bodies[0],
             operands,
-            [None] * len(self.wants),
-            self.wants,
-            self.keep,
+            [None] * len(self.preferences),
+            self.preferences,
+            self.may_stay_unreduced,
         )
         out = solved.plan.output_shardings
-        return Decision(operands, out, out, (), (solved.plan,), solved.wants)
+        return Decision(operands, out, out, (), (solved.plan,), solved.preferences)
 
     # scan
 
@@ -128,32 +131,32 @@ class FlowSite:
         consts = span(states, region.constants)
         xs = [self.scanned(i) for i in region.slices]
         inner_xs = [_shift(s, -1) for s in xs]
-        wants = [
-            _shift_wants(w, -1) if j in region.stacks else w
-            for j, w in enumerate(self.wants)
+        preferences = [
+            _shift_preferences(w, -1) if j in region.stacks else w
+            for j, w in enumerate(self.preferences)
         ]
-        keep_ys = span(self.keep, region.stacks)
+        stacks_may_stay = span(self.may_stay_unreduced, region.stacks)
 
         def solve(carry: Sequence[Sharding], pin: bool) -> Solved:
             fixed = list(carry) if pin else [None] * len(carry)
-            carried = [union(w, c) for w, c in zip(wants, carry, strict=False)]
+            carried = [union(w, c) for w, c in zip(preferences, carry, strict=False)]
             return self.solve(
                 body,
                 (*consts, *carry, *inner_xs),
-                (*fixed, *[None] * len(keep_ys)),
-                (*carried, *span(wants, region.stacks)),
-                (*(True for _ in carry), *keep_ys),
+                (*fixed, *[None] * len(stacks_may_stay)),
+                (*carried, *span(preferences, region.stacks)),
+                (*(True for _ in carry), *stacks_may_stay),
             )
 
         carry = self.carries(
-            body, region.carries, lambda c: solve(c, False).plan, wants
+            body, region.carries, lambda c: solve(c, False).plan, preferences
         )
         solved = solve(carry, True)
         ys = span(solved.plan.output_shardings, region.stacks)
         out = (*carry, *(_shift(y, 1) for y in ys))
         back = tuple(
-            _shift_wants(w, 1) if i in region.slices else w
-            for i, w in enumerate(solved.wants)
+            _shift_preferences(w, 1) if i in region.slices else w
+            for i, w in enumerate(solved.preferences)
         )
         return Decision((*consts, *carry, *xs), out, out, (), (solved.plan,), back)
 
@@ -165,15 +168,15 @@ class FlowSite:
             body,
             (whole,) * len(body.inputs),
             (whole,) * len(body.outputs),
-            (self.no_wants,) * len(body.outputs),
+            (self.no_preferences,) * len(body.outputs),
             (False,) * len(body.outputs),
         )
-        wants = tuple(
+        preferences = tuple(
             tuple(frozenset(() if isinstance(s, Unreduced) else (s,)) for s in operand)
             for operand in loop.operands
         )
         operands, results = loop.operands, loop.results
-        return Decision(operands, results, results, (), (solved.plan,), wants)
+        return Decision(operands, results, results, (), (solved.plan,), preferences)
 
     def scanned(self, i: int) -> Sharding:
         """Sharding of a scanned operand: each iteration needs a slice of dimension
@@ -205,7 +208,9 @@ class FlowSite:
                 body,
                 (*consts, *carry),
                 tuple(fixed),
-                tuple(union(w, c) for w, c in zip(self.wants, carry, strict=True)),
+                tuple(
+                    union(w, c) for w, c in zip(self.preferences, carry, strict=True)
+                ),
                 (False,) * len(carry),
             )
 
@@ -213,7 +218,7 @@ class FlowSite:
             body,
             span(looped.operands, looped.carries),
             lambda c: solve(c, False).plan,
-            self.wants,
+            self.preferences,
             may_sum=False,
         )
         solved = solve(carry, True)
@@ -221,20 +226,23 @@ class FlowSite:
             test,
             (*tests, *carry),
             (self.axes.replicated,),
-            [self.no_wants],
+            [self.no_preferences],
             (False,),
         )
-        wants = (*span(solved_test.wants, tested.constants), *solved.wants)
+        preferences = (
+            *span(solved_test.preferences, tested.constants),
+            *solved.preferences,
+        )
         plans = (solved_test.plan, solved.plan)
         operands = (*tests, *consts, *carry)
-        return Decision(operands, carry, carry, (), plans, wants)
+        return Decision(operands, carry, carry, (), plans, preferences)
 
     def carries(
         self,
         body: Program,
         positions: Sequence[int],
         solve: Callable[[Sequence[Sharding]], BodyPlan],
-        wants: Sequence[Wants],
+        preferences: Sequence[Preferences],
         may_sum: bool = True,
     ) -> tuple[Sharding, ...]:
         """Shardings of the operands at `positions`, which the loop carries."""
@@ -242,7 +250,7 @@ class FlowSite:
             body=body,
             solve=solve,
             avals=[self.operand_avals[i] for i in positions],
-            wants=wants[: len(positions)],
+            preferences=preferences[: len(positions)],
             axes=self.axes,
             control=self.control,
         )
@@ -259,7 +267,7 @@ class FlowSite:
 
         def solve(required: Sequence[Sharding | None]) -> list[Solved]:
             return [
-                self.solve(body, operands, required, self.wants, (False,) * count)
+                self.solve(body, operands, required, self.preferences, (False,) * count)
                 for body in self.node.bodies
             ]
 
@@ -269,9 +277,9 @@ class FlowSite:
             for j in range(count)
         )
         solved = solve(joined)
-        wants = [
+        preferences = [
             tuple(frozenset().union(*sets) for sets in zip(*each, strict=True))
-            for each in zip(*(s.wants for s in solved), strict=True)
+            for each in zip(*(s.preferences for s in solved), strict=True)
         ]
         whole = tuple(frozenset({None}) for _ in self.axes.names)
         return Decision(
@@ -280,7 +288,7 @@ class FlowSite:
             joined,
             (),
             tuple(s.plan for s in solved),
-            (whole, *wants),
+            (whole, *preferences),
         )
 
     def join_branches(self, shardings: Sequence[Sharding]) -> Sharding:
@@ -302,12 +310,12 @@ def _shifted(split: Split, by: int) -> Split:
     return Split(split.dim + (by if split.dim >= 0 else -by), split.stored)
 
 
-def _shift_wants(wants: Wants, by: int) -> Wants:
+def _shift_preferences(preferences: Preferences, by: int) -> Preferences:
     return tuple(
         frozenset(
             None if s is None else _shifted(s, by)
             for s in opinions
             if s is None or by > 0 or s.dim not in (0, flat(0))
         )
-        for opinions in wants
+        for opinions in preferences
     )

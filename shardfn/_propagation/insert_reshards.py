@@ -88,13 +88,13 @@ class _Writer:
         )
         if self.is_gradient(node):
             self.gradients.update(node.outputs)
-        for j, (value, made, settled) in enumerate(
-            zip(node.outputs, decision.made, decision.settled, strict=True)
+        for j, (value, made, results) in enumerate(
+            zip(node.outputs, decision.made, decision.results, strict=True)
         ):
-            if not same_blocks(made, settled):
+            if not same_blocks(made, results):
                 cause = RESULT, j, *about
                 self.current[value] = self.move(
-                    Ref(value), made, settled, last_pass(node), False, cause
+                    Ref(value), made, results, last_pass(node), False, cause
                 )
 
     def is_gradient(self, node: Node) -> bool:

@@ -25,7 +25,7 @@ from shardfn._core.sharding import (
     on_axis,
 )
 from shardfn._core.sizes import nbytes
-from shardfn._propagation.preferences import Wants, preferred, split_as_wanted
+from shardfn._propagation.preferences import Preferences, preferred, split_as_preferred
 
 SUMMED = (
     "the sums that it carries take {} together, at most {} (limits.LOOP_BYTES), so "
@@ -46,7 +46,7 @@ class Carries:
       solve: from shardings of the carries to the plan of one iteration, whose first
         outputs are the carries.
       avals: their avals.
-      wants: what the consumers of their last values want.
+      preferences: what the consumers of their last values prefer.
       axes: the mesh axes.
       control: which sums to leave unreduced until after the loop.
       notes: the threshold that decided, once it has.
@@ -55,7 +55,7 @@ class Carries:
     body: Program
     solve: Callable[[Sequence[Sharding]], BodyPlan]
     avals: Sequence[Any]
-    wants: Sequence[Wants]
+    preferences: Sequence[Preferences]
     axes: Axes
     control: Control
     notes: list[Note] = field(default_factory=list)
@@ -76,7 +76,9 @@ class Carries:
             if k in sums:
                 carry[k] = sums[k]
             elif all(s is None for s in state):
-                carry[k] = split_as_wanted(state, self.wants[k], aval, self.axes)
+                carry[k] = split_as_preferred(
+                    state, self.preferences[k], aval, self.axes
+                )
         history: list[set[AxisSharding]] = [set(s) for s in carry]
         while True:
             made = self.solve(carry).output_shardings
@@ -133,7 +135,7 @@ class Carries:
         stored = self.axes.stored
         if whole and initial[stored] is None:
             return terms
-        split = initial[stored] or preferred(self.wants[k][stored])
+        split = initial[stored] or preferred(self.preferences[k][stored])
         others = on_axis(initial, stored, None)
         shape = self.avals[k].shape
         if not isinstance(split, Split) or not can_split(
@@ -154,7 +156,7 @@ class Carries:
             if isinstance(a, Unreduced):
                 state = None
             elif a is None and isinstance(b, Unreduced):
-                state = preferred(self.wants[k][axis])
+                state = preferred(self.preferences[k][axis])
             elif a is None:
                 state = b
             elif isinstance(b, Split) and a.stored and not b.stored:

@@ -37,7 +37,7 @@ from shardfn._core.sharding import (
     on_axis,
 )
 from shardfn._core.sizes import elements, nbytes
-from shardfn._propagation.preferences import Wants
+from shardfn._propagation.preferences import Preferences
 
 GROWN = Note(
     "propagate",
@@ -53,10 +53,10 @@ class Decision:
     Attributes:
       operands: shardings it needs its operands in.
       made: shardings of the results as the op makes them.
-      settled: the same after unreduced results that must not stay so are reduced.
+      results: the same after unreduced results that must not stay so are reduced.
       parts: `(factor, mesh axis index)` for every factor that is split.
       bodies: plans of the bodies of control flow.
-      wants: what control flow wants its operands in; empty for an op.
+      preferences: what control flow wants its operands in; empty for an op.
       fallback: whether operands are gathered because there is no rule.
       notes: the thresholds that decided, for people; two decisions that differ in
         nothing else are equal.
@@ -64,10 +64,10 @@ class Decision:
 
     operands: tuple[Sharding, ...]
     made: tuple[Sharding, ...]
-    settled: tuple[Sharding, ...]
+    results: tuple[Sharding, ...]
     parts: tuple[tuple[str, int], ...] = ()
     bodies: tuple[BodyPlan, ...] = ()
-    wants: tuple[Wants, ...] = ()
+    preferences: tuple[Preferences, ...] = ()
     fallback: bool = False
     notes: tuple[Note, ...] = field(default=(), compare=False)
 
@@ -84,7 +84,7 @@ class OpSite:
     operand_avals: Sequence[Any]
     result_avals: Sequence[Any]
     states: Sequence[Sharding]
-    wants: Sequence[Wants]
+    preferences: Sequence[Preferences]
     kinds: Sequence[str]
     axes: Axes
     small: int
@@ -100,7 +100,7 @@ class OpSite:
         for axis in range(len(self.axes.names)):
             passing = self.passes_unreduced(axis)
             if passing is not None:
-                self.keep_unreduced(axis, passing)
+                self.pass_unreduced(axis, passing)
                 continue
             chosen = self.choose(axis)
             if chosen is not None:
@@ -127,7 +127,7 @@ class OpSite:
         small = elements(self.operand_avals[i]) < max(self.small, 2)
         return self.kinds[i] == ZERO or (self.kinds[i] == VALUE and small)
 
-    def keep_unreduced(self, axis: int, group: frozenset[int]) -> None:
+    def pass_unreduced(self, axis: int, group: frozenset[int]) -> None:
         for i in group:
             self.operands[i] = on_axis(self.operands[i], axis, Unreduced())
         for j in range(len(self.results)):
@@ -137,7 +137,7 @@ class OpSite:
 
     def choose(self, axis: int) -> tuple[str, bool] | None:
         """The factor that `axis` splits and whether it is a stored one, or None."""
-        held: dict[str, int] = {}
+        stored_factors: dict[str, int] = {}
         batch: dict[str, int] = {}
         can_part = functools.cache(functools.partial(self.can_part, axis))
         for i, state in enumerate(self.states):
@@ -145,26 +145,26 @@ class OpSite:
             if not isinstance(split, Split):
                 continue
             factor = self.factor(self.rule.operands[i], split.dim)
-            kind = held if split.stored else batch
+            kind = stored_factors if split.stored else batch
             if factor is not None and can_part(factor, split.stored):
                 kind[factor] = kind.get(factor, 0) + nbytes(self.operand_avals[i])
             elif (run := self.run_factor(axis, i, split)) is not None:
                 batch[run] = batch.get(run, 0) + nbytes(self.operand_avals[i])
-        wanted, open_to_split = self.wanted(axis, can_part)
+        preferred, open_to_split = self.preferred(axis, can_part)
         if batch:
-            best = max(batch, key=lambda f: (batch[f], f in wanted))
+            best = max(batch, key=lambda f: (batch[f], f in preferred))
             return best, False
-        for factor, stored in wanted.items():
+        for factor, stored in preferred.items():
             if not stored and self.grows(axis):
-                if held:
+                if stored_factors:
                     self.notes.append(GROWN)
                 return factor, False
-            if not stored and not held and open_to_split:
+            if not stored and not stored_factors and open_to_split:
                 return factor, False
-        if held:
-            return self.cheapest(axis, held, wanted)
-        if len(wanted) == 1 and open_to_split:
-            return next(iter(wanted.items()))
+        if stored_factors:
+            return self.cheapest(axis, stored_factors, preferred)
+        if len(preferred) == 1 and open_to_split:
+            return next(iter(preferred.items()))
         return None
 
     def factor(self, dims: Any, dim: int) -> str | None:
@@ -176,20 +176,20 @@ class OpSite:
     def filled(self) -> frozenset[str]:
         return filled_factors(self.rule, self.parts, self.axes)
 
-    def wanted(
+    def preferred(
         self, axis: int, can_part: Callable[[str, bool], bool]
     ) -> tuple[dict[str, bool], bool]:
         """Factors that consumers want split, and whether none wants a result whole."""
         factors: dict[str, bool] = {}
         open_to_split = True
-        for dims, wants in zip(self.rule.results, self.wants, strict=True):
-            for want in sorted(wants[axis], key=repr):
-                if want is None:
+        for dims, preferences in zip(self.rule.results, self.preferences, strict=True):
+            for preference in sorted(preferences[axis], key=repr):
+                if preference is None:
                     open_to_split = False
                     continue
-                factor = self.factor(dims, want.dim)
-                if factor is not None and can_part(factor, want.stored):
-                    factors[factor] = factors.get(factor, True) and want.stored
+                factor = self.factor(dims, preference.dim)
+                if factor is not None and can_part(factor, preference.stored):
+                    factors[factor] = factors.get(factor, True) and preference.stored
         return factors, open_to_split
 
     def grows(self, axis: int) -> bool:
@@ -203,19 +203,19 @@ class OpSite:
         )
 
     def cheapest(
-        self, axis: int, held: dict[str, int], wanted: dict[str, bool]
+        self, axis: int, stored_factors: dict[str, int], preferred: dict[str, bool]
     ) -> tuple[str, bool] | None:
         """The stored factor for which least is gathered or reduced; None: gather
         all."""
 
         def cost(factor: str | None) -> tuple[float, bool]:
-            gathered = sum(b for f, b in held.items() if f != factor)
+            gathered = sum(b for f, b in stored_factors.items() if f != factor)
             reduced = 0
             if factor is not None and (self.reduces(factor)):
                 reduced = 2 * sum(map(nbytes, self.result_avals))
-            return gathered + reduced, factor not in wanted
+            return gathered + reduced, factor not in preferred
 
-        best = min([*held, None], key=cost)
+        best = min([*stored_factors, None], key=cost)
         return None if best is None else (best, True)
 
     def reduces(self, factor: str) -> bool:
@@ -298,12 +298,16 @@ class OpSite:
         factors = [f for f in dims if self.rule.size(f) > 1]
         if len(factors) != 2 or factors[1] in self.rule.whole:
             return None
-        (result,), (wants,), minor = self.rule.results, self.wants, factors[1]
+        (result,), (preferences,), minor = (
+            self.rule.results,
+            self.preferences,
+            factors[1],
+        )
         at = self.rule.dim_of(result, minor)
         leads = at is not None and self.rule.major(result, at) == minor
         divides = self.rule.size(minor) % self.axes.sizes[axis] == 0
-        wanted = wants[axis] != frozenset({None})
-        return minor if leads and divides and wanted else None
+        preferred = preferences[axis] != frozenset({None})
+        return minor if leads and divides and preferred else None
 
     def runs(self, dim: Dim, factor: str) -> int:
         """The runs of which each device holds a block of `factor`; 0 if it is major."""

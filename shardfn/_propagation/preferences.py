@@ -1,6 +1,6 @@
-"""What the consumers of a value want, and what follows for its sharding.
+"""The shardings that the consumers of a value prefer, and what follows for its own.
 
-In: a sharding and wants. Out: the sharding that suits them.
+In: a sharding and preferences. Out: the sharding that suits them.
 """
 
 from typing import Any
@@ -8,25 +8,29 @@ from typing import Any
 from shardfn._core.resharding import can_split
 from shardfn._core.sharding import Axes, Sharding, Split, Unreduced, on_axis
 
-Wants = tuple[frozenset[Split | None], ...]
+Preferences = tuple[frozenset[Split | None], ...]
 """Per mesh axis, the shardings that a value's consumers would take without a move."""
 
 
-def reduced(state: Sharding, wants: Wants, aval: Any, axes: Axes) -> Sharding:
-    """`state` with unreduced axes split as wanted, or else replicated."""
+def reduced(
+    state: Sharding, preferences: Preferences, aval: Any, axes: Axes
+) -> Sharding:
+    """`state` with unreduced axes split as preferred, or else replicated."""
     out = state
     for axis, s in enumerate(state):
         if isinstance(s, Unreduced):
             out = on_axis(out, axis, None)
-            split = preferred(wants[axis])
+            split = preferred(preferences[axis])
             if split and can_split(aval.shape, out, axis, split, axes):
                 out = on_axis(out, axis, split)
     return out
 
 
-def split_as_wanted(state: Sharding, wants: Wants, aval: Any, axes: Axes) -> Sharding:
-    """A replicated `state`, split as its consumers want it if none wants it whole."""
-    for axis, opinions in enumerate(wants):
+def split_as_preferred(
+    state: Sharding, preferences: Preferences, aval: Any, axes: Axes
+) -> Sharding:
+    """A replicated `state`, split as its consumers prefer if none prefers it whole."""
+    for axis, opinions in enumerate(preferences):
         split = preferred(opinions)
         if split is None or None in opinions:
             continue
@@ -42,8 +46,8 @@ def preferred(opinions: frozenset[Split | None]) -> Split | None:
     return min(splits, key=lambda s: (not s.stored, s.dim)) if splits else None
 
 
-def union(wants: Wants, state: Sharding) -> Wants:
+def union(preferences: Preferences, state: Sharding) -> Preferences:
     return tuple(
         w | {s} if isinstance(s, Split) else w
-        for w, s in zip(wants, state, strict=True)
+        for w, s in zip(preferences, state, strict=True)
     )

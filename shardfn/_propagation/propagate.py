@@ -1,7 +1,7 @@
 """From a traced step and the shardings of its arguments to a plan. Touches no arrays.
 
 Each round goes forward, deciding every node from its operands, then backward, noting
-what consumers want of each value and which unreduced values should be reduced where
+what consumers prefer of each value and which unreduced values should be reduced where
 they are made, until a round changes nothing. Any round's decisions are a correct plan.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardfn._core.constraint import constrained, wanted
+from shardfn._core.constraint import constrained, operand_preference
 from shardfn._core.control import NOTHING_ASKED, Control
 from shardfn._core.limits import FREE_ROUNDS
 from shardfn._core.op_sharding_rule import OpShardingRule
@@ -18,12 +18,12 @@ from shardfn._core.plan import BodyPlan
 from shardfn._core.program import Atom, Node, Program, aval_of
 from shardfn._core.sharding import Axes, Sharding, Split
 from shardfn._core.sizes import elements
-from shardfn._propagation.backward import Memo, Reviewed, review
+from shardfn._propagation.backward import BackwardResult, Memo, propagate_backward
 from shardfn._propagation.control_flow import FlowSite, Solved
 from shardfn._propagation.insert_reshards import plan_steps
 from shardfn._propagation.op_strategy import Decision, OpSite
-from shardfn._propagation.preferences import Wants, reduced
-from shardfn._propagation.result_shardings import settled
+from shardfn._propagation.preferences import Preferences, reduced
+from shardfn._propagation.result_shardings import reduce_at_producer
 
 
 @dataclass(slots=True)
@@ -42,15 +42,15 @@ class Solver:
     control: Control
     memo: dict[Any, Solved] = field(default_factory=dict)
     ops: dict[Hashable, Decision] = field(default_factory=dict)
-    reviews: Memo = field(default_factory=Memo)
+    backward_memo: Memo = field(default_factory=Memo)
 
     def solve(
         self,
         program: Program,
         inputs: Sequence[Sharding],
         required: Sequence[Sharding | None],
-        wants: Sequence[Wants],
-        keep: Sequence[bool],
+        preferences: Sequence[Preferences],
+        may_stay_unreduced: Sequence[bool],
     ) -> Solved:
         """Plans one program.
 
@@ -58,18 +58,18 @@ class Solver:
           program: the step, or a body of its control flow.
           inputs: shardings of its arguments.
           required: shardings that its outputs must have; None for any.
-          wants: what the consumers of its outputs would take.
-          keep: whether an output may stay unreduced.
+          preferences: what the consumers of its outputs would take.
+          may_stay_unreduced: whether an output may stay unreduced.
 
         Returns:
-          The plan, and what the program wants its arguments in.
+          The plan, and what the program prefers its arguments in.
         """
         key = (
             id(program),
             tuple(inputs),
             tuple(required),
-            tuple(wants),
-            tuple(keep),
+            tuple(preferences),
+            tuple(may_stay_unreduced),
         )
         if key not in self.memo:
             self.memo[key] = _Body(
@@ -77,8 +77,8 @@ class Solver:
                 program,
                 inputs,
                 required,
-                wants,
-                keep,
+                preferences,
+                may_stay_unreduced,
             ).solve()
         return self.memo[key]
 
@@ -91,8 +91,8 @@ class _Body:
     program: Program
     inputs: Sequence[Sharding]
     required: Sequence[Sharding | None]
-    out_wants: Sequence[Wants]
-    keep: Sequence[bool]
+    output_preferences: Sequence[Preferences]
+    may_stay_unreduced: Sequence[bool]
     env: dict[int, Sharding] = field(default_factory=dict)
     decisions: list[Decision] = field(default_factory=list)
 
@@ -100,104 +100,118 @@ class _Body:
         self.env.update(zip(self.program.inputs, self.inputs, strict=True))
         replicated = self.solver.axes.replicated
         self.env.update((v, replicated) for v, _ in self.program.constants)
-        reviewed = Reviewed({}, frozenset())
-        self.first(reviewed)
+        backward = BackwardResult({}, frozenset())
+        self.decide_all(backward)
         for round_ in itertools.count(1):
-            again = self.review()
-            wants = again.wants if round_ <= FREE_ROUNDS else again.grown(reviewed)
-            again = Reviewed(wants, again.settled | reviewed.settled)
-            news = again.news(reviewed)
-            if not news:
+            found = self.propagate_backward()
+            preferences = (
+                found.preferences if round_ <= FREE_ROUNDS else found.grown(backward)
+            )
+            found = BackwardResult(
+                preferences, found.reduce_at_producer | backward.reduce_at_producer
+            )
+            changes = found.changes(backward)
+            if not changes:
                 break
-            reviewed = again
-            self.again(reviewed, news)
+            backward = found
+            self.decide_changed(backward, changes)
         plan = plan_steps(
             self.program,
             self.inputs,
             self.decisions,
             self.env,
-            [self.output(j, reviewed) for j in range(len(self.required))],
+            [self.output(j, backward) for j in range(len(self.required))],
             self.solver.axes,
         )
-        wants = reviewed.wants
+        preferences = backward.preferences
         nothing = self.nothing
-        return Solved(plan, tuple(wants.get(v, nothing) for v in self.program.inputs))
+        return Solved(
+            plan, tuple(preferences.get(v, nothing) for v in self.program.inputs)
+        )
 
-    def review(self) -> Reviewed:
+    def propagate_backward(self) -> BackwardResult:
         """Goes backward over what a forward round decided."""
-        return review(
+        return propagate_backward(
             self.program,
             self.decisions,
             self.env,
             self.required,
-            self.out_wants,
-            self.keep,
+            self.output_preferences,
+            self.may_stay_unreduced,
             self.solver.axes,
-            self.solver.reviews,
+            self.solver.backward_memo,
         )
 
     @property
-    def nothing(self) -> Wants:
+    def nothing(self) -> Preferences:
         return (frozenset(),) * len(self.solver.axes.names)
 
-    def output(self, j: int, reviewed: Reviewed) -> Sharding:
+    def output(self, j: int, backward: BackwardResult) -> Sharding:
         """The sharding in which output `j` is returned."""
         fixed, atom = self.required[j], self.program.outputs[j]
         if fixed is not None:
             return fixed
         state = self.state(atom)
-        if self.keep[j]:
+        if self.may_stay_unreduced[j]:
             return state
-        wants = self.out_wants[j]
-        return reduced(state, wants, aval_of(self.program, atom), self.solver.axes)
+        preferences = self.output_preferences[j]
+        return reduced(
+            state, preferences, aval_of(self.program, atom), self.solver.axes
+        )
 
     def state(self, atom: Atom) -> Sharding:
         return self.env[atom] if isinstance(atom, int) else self.solver.axes.replicated
 
-    def first(self, reviewed: Reviewed) -> None:
+    def decide_all(self, backward: BackwardResult) -> None:
         """Decides every node in order; also the sharding of every value."""
         for node in self.program.nodes:
-            decision = self.decide(node, reviewed)
+            decision = self.decide(node, backward)
             self.decisions.append(decision)
-            self.env.update(zip(node.outputs, decision.settled, strict=True))
+            self.env.update(zip(node.outputs, decision.results, strict=True))
 
-    def again(self, reviewed: Reviewed, news: set[int]) -> None:
-        """Decides again what depends on `news`, the values of which the review says
-        something new, or on a value whose sharding changes thereby."""
+    def decide_changed(self, backward: BackwardResult, changes: set[int]) -> None:
+        """Decides again what depends on `changes`, the values of which the backward
+        half says something new, or on a value whose sharding changes thereby."""
         moved: set[int] = set()
         for index, node in enumerate(self.program.nodes):
-            same = node.kind == "op" and news.isdisjoint(node.outputs)
+            same = node.kind == "op" and changes.isdisjoint(node.outputs)
             if same and not any(isinstance(a, int) and a in moved for a in node.inputs):
                 continue
-            decision = self.decide(node, reviewed)
+            decision = self.decide(node, backward)
             self.decisions[index] = decision
-            for value, state in zip(node.outputs, decision.settled, strict=True):
+            for value, state in zip(node.outputs, decision.results, strict=True):
                 if self.env[value] != state:
                     self.env[value] = state
                     moved.add(value)
 
-    def decide(self, node: Node, reviewed: Reviewed) -> Decision:
+    def decide(self, node: Node, backward: BackwardResult) -> Decision:
         states = tuple(map(self.state, node.inputs))
         nothing, axes = self.nothing, self.solver.axes
-        wants = tuple(reviewed.wants.get(v, nothing) for v in node.outputs)
-        now = tuple(self.is_settled(v, reviewed) for v in node.outputs)
+        preferences = tuple(backward.preferences.get(v, nothing) for v in node.outputs)
+        now = tuple(self.reduces_at_producer(v, backward) for v in node.outputs)
         if node.kind == "op" and node.rule is not None:
             # Equal layers are decided once: equal equations have one rule object.
-            key = id(node.rule), states, wants, now, node.kinds
+            key = id(node.rule), states, preferences, now, node.kinds
             decision = self.solver.ops.get(key)
             if decision is None:
-                decision = self.op(node, node.rule, states, wants)
-                decision = settled(
-                    node, decision, states, self.result_avals(node), wants, now, axes
+                decision = self.op(node, node.rule, states, preferences)
+                decision = reduce_at_producer(
+                    node,
+                    decision,
+                    states,
+                    self.result_avals(node),
+                    preferences,
+                    now,
+                    axes,
                 )
                 self.solver.ops[key] = decision
             return decision
         if node.kind == "op":
             decision = self.fallback(node, states)
         else:
-            decision = self.flow(node, states, wants, reviewed)
-        return settled(
-            node, decision, states, self.result_avals(node), wants, now, axes
+            decision = self.flow(node, states, preferences, backward)
+        return reduce_at_producer(
+            node, decision, states, self.result_avals(node), preferences, now, axes
         )
 
     def op(
@@ -205,14 +219,14 @@ class _Body:
         node: Node,
         rule: OpShardingRule,
         states: Sequence[Sharding],
-        wants: Sequence[Wants],
+        preferences: Sequence[Preferences],
     ) -> Decision:
         site = OpSite(
             rule=rule,
             operand_avals=self.operand_avals(node),
             result_avals=self.result_avals(node),
             states=states,
-            wants=wants,
+            preferences=preferences,
             kinds=node.kinds,
             axes=self.solver.axes,
             small=self.solver.small,
@@ -234,28 +248,30 @@ class _Body:
         self,
         node: Node,
         states: tuple[Sharding, ...],
-        wants: tuple[Wants, ...],
-        reviewed: Reviewed,
+        preferences: tuple[Preferences, ...],
+        backward: BackwardResult,
     ) -> Decision:
         if node.kind == "barrier":
-            return Decision(states, states, states, wants=wants)
+            return Decision(states, states, states, preferences=preferences)
         if node.kind == "constrain":
             made = constrained(node.eqn, states[0], self.solver.axes)
-            back = wanted(node.eqn, made, wants[0])
-            return Decision((made,), (made,), (made,), wants=(back,))
+            back = operand_preference(node.eqn, made, preferences[0])
+            return Decision((made,), (made,), (made,), preferences=(back,))
         return FlowSite(
             node=node,
             operand_avals=self.operand_avals(node),
             result_avals=self.result_avals(node),
             states=states,
-            wants=wants,
-            operand_wants=[
-                reviewed.wants.get(a, self.nothing)
+            preferences=preferences,
+            operand_preferences=[
+                backward.preferences.get(a, self.nothing)
                 if isinstance(a, int)
                 else self.nothing
                 for a in node.inputs
             ],
-            keep=[self.may_keep(node, v, reviewed) for v in node.outputs],
+            may_stay_unreduced=[
+                self.may_leave_unreduced(node, v, backward) for v in node.outputs
+            ],
             axes=self.solver.axes,
             small=self.solver.small,
             solve=self.solver.solve,
@@ -268,7 +284,9 @@ class _Body:
     def result_avals(self, node: Node) -> list[Any]:
         return [self.program.avals[v] for v in node.outputs]
 
-    def may_keep(self, node: Node, value: int, reviewed: Reviewed) -> bool:
+    def may_leave_unreduced(
+        self, node: Node, value: int, backward: BackwardResult
+    ) -> bool:
         """Whether a result of control flow may leave it unreduced.
 
         What a loop makes in every iteration may if it is small, and is then reduced
@@ -280,7 +298,7 @@ class _Body:
         if node.kind != "remat" and not self.defers(node, value):
             return elements(self.program.avals[value]) < self.solver.small
         axes = range(len(self.solver.axes.names))
-        return all((value, axis) not in reviewed.settled for axis in axes)
+        return all((value, axis) not in backward.reduce_at_producer for axis in axes)
 
     def defers(self, node: Node, value: int) -> bool:
         """Whether `value` is what a scan stacks of a gradient to be deferred."""
@@ -290,10 +308,12 @@ class _Body:
         leaf = self.program.leaf(value)
         return self.solver.control.of(*leaf).accumulate == "defer"
 
-    def is_settled(self, value: int, reviewed: Reviewed) -> tuple[bool, ...]:
+    def reduces_at_producer(
+        self, value: int, backward: BackwardResult
+    ) -> tuple[bool, ...]:
         """Per mesh axis, whether `value` is to be reduced where it is made."""
         axes = range(len(self.solver.axes.names))
-        return tuple((value, axis) in reviewed.settled for axis in axes)
+        return tuple((value, axis) in backward.reduce_at_producer for axis in axes)
 
 
 def propagate(
@@ -318,11 +338,11 @@ def propagate(
       The plan of the step, before any schedule pass.
     """
     solver = Solver(axes, small, control)
-    wants = [
+    preferences = [
         tuple(frozenset({s}) if isinstance(s, Split) else frozenset({None}) for s in r)
         if r is not None
         else (frozenset(),) * len(axes.names)
         for r in required
     ]
-    keep = [False] * len(required)
-    return solver.solve(program, inputs, required, wants, keep).plan
+    may_stay_unreduced = [False] * len(required)
+    return solver.solve(program, inputs, required, preferences, may_stay_unreduced).plan

@@ -1,4 +1,4 @@
-"""Chooses what is held while a loop over layers runs backward.
+"""Chooses what lives while a loop over layers runs backward.
 
 In: a scheduled plan. Out: the plan, in which such a loop waits for the reduce-scatters
 of large gradients that stand in front of it. A large product that is one term of a sum
@@ -25,7 +25,7 @@ from shardfn._schedule.chain_reduce_scatters import scatters_alone
 from shardfn._schedule.wire_dtypes import sums_gradient
 
 
-def hold(program: Program, body: BodyPlan, axes: Axes) -> BodyPlan:
+def shorten_lifetimes(program: Program, body: BodyPlan, axes: Axes) -> BodyPlan:
     """Ties the loops of the backward pass to the gradients around them.
 
     Args:
@@ -38,12 +38,12 @@ def hold(program: Program, body: BodyPlan, axes: Axes) -> BodyPlan:
     """
     if not mixes_passes(program):
         return body
-    body = inside(program, body, lambda p, b: hold(p, b, axes))
+    body = inside(program, body, lambda p, b: shorten_lifetimes(p, b, axes))
     waited: set[Ref] = set()
     for step in body.steps:
         if isinstance(step, Apply) and _is_loop(program, step):
             around = _Around(program, body, axes, step.node, waited)
-            body = around.held()
+            body = around.shortened()
     return body
 
 
@@ -121,11 +121,11 @@ class _Around:
             outputs = map(Ref, _node(self.program, step).outputs)
             yield from zip(outputs, step.result_shardings, strict=True)
 
-    def held(self) -> BodyPlan:
+    def shortened(self) -> BodyPlan:
         steps, at = self.body.steps, self.at
         ready: list[Ref] = []
         terms: list[Ref] = []
-        late: dict[int, list[Ref]] = {}
+        sunk: dict[int, list[Ref]] = {}
         for index, step in enumerate(steps[:at]):
             if scatters_alone(step, self.program):
                 ready.append(step.result)
@@ -135,10 +135,10 @@ class _Around:
                 if self.local_bytes(terms[-1]) <= sum(map(self.local_bytes, made_of)):
                     ready.append(terms[-1])
                 elif made_of:
-                    late |= {chain[0]: made_of} | dict.fromkeys(chain[1:], [])
+                    sunk |= {chain[0]: made_of} | dict.fromkeys(chain[1:], [])
         loop = steps[at]
         assert isinstance(loop, Apply)
-        new = [step for index, step in enumerate(steps[:at]) if index not in late]
+        new = [step for index, step in enumerate(steps[:at]) if index not in sunk]
         start = self.cotangent(loop)
         if start is not None:
             for ref in ready:
@@ -150,7 +150,7 @@ class _Around:
                 new.append(tie)
         new.append(loop)
         end = self.result(at)
-        for index, made_of in late.items():
+        for index, made_of in sunk.items():
             step = steps[index]
             assert isinstance(step, Apply)
             for ref in made_of:

@@ -130,11 +130,11 @@ class _Buckets:
         """Nothing more joins moves whose results are needed here, unless what needs
         them can wait too."""
         makers = {self.makers[ref] for ref in reads(step) if ref in self.makers}
-        for kind, late in list(self.open.items()):
-            if kind.early or makers.isdisjoint((*late.members, *late.behind)):
+        for kind, bucket_ in list(self.open.items()):
+            if kind.early or makers.isdisjoint((*bucket_.members, *bucket_.behind)):
                 continue
             if self.is_unary(step):
-                late.behind.append(index)
+                bucket_.behind.append(index)
             else:
                 del self.open[kind]
 

@@ -18,9 +18,9 @@ from shardfn._core.plan import BodyPlan, Ref, Reshard, Step, fresh, without_move
 from shardfn._core.program import Program
 from shardfn._core.reasons import Note, noted
 from shardfn._core.sharding import Sharding, Split, on_axis
-from shardfn._schedule.value_origins import Frame, Origin, depth_of
+from shardfn._schedule.value_origins import Origin, Scope, depth_of
 
-Place = tuple[int, ...]
+StepPath = tuple[int, ...]
 """Indices of the steps that hold a step, and of the step itself."""
 
 _Key = tuple[Origin, tuple[Sharding, ...], str]
@@ -31,7 +31,7 @@ _Key = tuple[Origin, tuple[Sharding, ...], str]
 class _Gather:
     """A gather that is to be kept: where it stands, what it makes, from what."""
 
-    place: Place
+    place: StepPath
     move: Reshard
     key: _Key
     group: int
@@ -73,7 +73,7 @@ def keep(program: Program, body: BodyPlan, control: Control) -> BodyPlan:
     """
     first: dict[_Key, _Gather] = {}
     kept: list[tuple[_Gather, _Gather]] = []
-    for found in _gathers(Frame(program), body, control):
+    for found in _gathers(Scope(program), body, control):
         source = first.get(found.key)
         if source is None:
             if found.move.phase == FORWARD:
@@ -81,7 +81,7 @@ def keep(program: Program, body: BodyPlan, control: Control) -> BodyPlan:
         elif found.move.during != source.move.during:
             if len(found.place) > 1 or found.group:
                 kept.append((source, found))
-    versions: dict[Place, Ref] = {}
+    versions: dict[StepPath, Ref] = {}
     for source, user in kept:
         if source.place not in versions or len(user.place) == 1:
             value = user.move.source.value if len(user.place) == 1 else None
@@ -96,7 +96,7 @@ def keep(program: Program, body: BodyPlan, control: Control) -> BodyPlan:
 
 
 def _gathers(
-    frame: Frame, body: BodyPlan, control: Control, place: Place = (), loops: int = 0
+    frame: Scope, body: BodyPlan, control: Control, place: StepPath = (), loops: int = 0
 ) -> Iterator[_Gather]:
     """The gathers to keep, in the order in which they run."""
     for index, step in enumerate(body.steps):
@@ -159,8 +159,8 @@ def _import(
     if isinstance(step, Reshard):
         if not source.group:
             return without_moves(body, {step.result: ref})
-        again = replace(step, source=ref, path=source.part.path[::-1], after=None)
-        return _with_steps(body, index, again)
+        gather = replace(step, source=ref, path=source.part.path[::-1], after=None)
+        return _with_steps(body, index, gather)
     node = program.nodes[step.node]
     inner = step.bodies[0]
     if ref in step.imports:
@@ -174,7 +174,7 @@ def _import(
     return _with_steps(body, index, replace(step, bodies=(inner,)))
 
 
-def _insert(body: BodyPlan, place: Place, found: _Gather) -> BodyPlan:
+def _insert(body: BodyPlan, place: StepPath, found: _Gather) -> BodyPlan:
     """The plan with a device's part cut behind a gather."""
     index, *rest = place
     step = body.steps[index]

@@ -13,7 +13,7 @@ from shardfn._core.plan import Apply, BodyPlan, Reshard, Step
 from shardfn._core.program import Program, mixes_passes
 from shardfn._core.sharding import Axes
 from shardfn._core.stages import Observer, unobserved
-from shardfn._schedule.backward_liveness import hold
+from shardfn._schedule.backward_liveness import shorten_lifetimes
 from shardfn._schedule.bodies import inside
 from shardfn._schedule.bucket import bucket
 from shardfn._schedule.chain_reduce_scatters import pace
@@ -101,7 +101,9 @@ PASSES = (
     SchedulePass("bucket", lambda p, b, control, axes: bucket(p, b, control)),
     SchedulePass("chain_reduce_scatters", lambda p, b, control, axes: pace(p, b)),
     SchedulePass("limit_all_gathers", lambda p, b, control, axes: order(p, b, control)),
-    SchedulePass("backward_liveness", lambda p, b, control, axes: hold(p, b, axes)),
+    SchedulePass(
+        "backward_liveness", lambda p, b, control, axes: shorten_lifetimes(p, b, axes)
+    ),
 )
 """What `schedule` runs, in this order. `share_gathers` also moves constants out of
 loops and keeps what the forward pass gathered."""

@@ -68,8 +68,8 @@ class _Sharing:
 
     `gathered` counts the bytes gathered so far; unless the user said otherwise, a
     gather is repeated if more than its own bytes were gathered since the value's last
-    use. `held` counts the bytes that are kept all the same, because the same pass uses
-    them again and they are few beside those. `tokens` are results that a repeated
+    use. `kept_bytes` counts the bytes that are kept all the same, because the same pass
+    uses them again and they are few. `tokens` are results that a repeated
     gather can wait for, the newest last; `fence` is how many of them existed when the
     step before the last gather's was reached, so that a gather may run one step ahead.
     """
@@ -82,7 +82,7 @@ class _Sharing:
     made: dict[_Move, _Made] = field(default_factory=dict)
     uses: dict[Ref, _Move] = field(default_factory=dict)
     gathered: int = 0
-    held: int = 0
+    kept_bytes: int = 0
     tokens: list[Ref] = field(default_factory=list)
     fence: int = 0
 
@@ -123,7 +123,7 @@ class _Sharing:
                 return
             notes = step.notes if why is None else noted(step, why)
             step = replace(step, after=self.token(step), notes=notes)
-        elif self.is_again(step):
+        elif self.is_repeat(step):
             step = replace(step, after=self.token(step))
         self.steps.append(step)
         if step.gathers_state:
@@ -157,11 +157,11 @@ class _Sharing:
             return kept(NEAR, between, own)
         if asked is True or step.during != made.during:
             return again(FAR, between, own)
-        total = self.held + own
+        total = self.kept_bytes + own
         if total > KEPT_SHARE * between:
             text = f"{FAR}; to keep {{}} would be more than {FEW}"
             return again(text, between, own, total)
-        self.held = total
+        self.kept_bytes = total
         return kept(f"{{}} that are kept are at most {FEW}, {{}}", total, between)
 
     def note(self, index: int, why: Note | None) -> None:
@@ -170,7 +170,7 @@ class _Sharing:
         if why is not None and isinstance(step, Reshard):
             self.steps[index] = replace(step, notes=noted(step, why))
 
-    def is_again(self, step: Reshard) -> bool:
+    def is_repeat(self, step: Reshard) -> bool:
         """Whether a move gathers what a group of devices kept of an earlier gather."""
         splits = [s for s in step.path[0] if isinstance(s, Split)]
         return not self.unit and any(s.group for s in splits) and step.stored

@@ -29,25 +29,25 @@ def depth_of(origin: Origin) -> int:
 
 
 @dataclass(slots=True, eq=False)
-class Frame:
+class Scope:
     """A program, and the node of the program around it whose body it is."""
 
     program: Program
     node: Node | None = None
-    outer: "Frame | None" = None
+    outer: "Scope | None" = None
     origins: dict[int, Origin] = field(default_factory=dict)
-    frames: dict[int, "Frame"] = field(default_factory=dict)
+    frames: dict[int, "Scope"] = field(default_factory=dict)
     makers: dict[int, tuple[Node, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for node in self.program.nodes:
             self.makers.update((v, (node, k)) for k, v in enumerate(node.outputs))
 
-    def enter(self, node: Node) -> "Frame":
+    def enter(self, node: Node) -> "Scope":
         """The frame of the body of a scan or remat."""
         key = node.outputs[0] if node.outputs else -1
         if key not in self.frames:
-            self.frames[key] = Frame(node.bodies[0], node, self)
+            self.frames[key] = Scope(node.bodies[0], node, self)
         return self.frames[key]
 
     def origin(self, atom: Atom) -> Origin:

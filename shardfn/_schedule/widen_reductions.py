@@ -16,7 +16,7 @@ from jax import lax
 
 from shardfn._core import compat
 from shardfn._core.control import Control
-from shardfn._core.equation_key import looks_of
+from shardfn._core.equation_key import equation_key
 from shardfn._core.leaves import Names
 from shardfn._core.plan import Apply, BodyPlan, Reshard
 from shardfn._core.program import Atom, Node, Program, live
@@ -44,28 +44,28 @@ def widen(program: Program, body: BodyPlan, control: Control) -> Program:
     for step in applies:
         inner = zip(program.nodes[step.node].bodies, step.bodies, strict=True)
         bodies[step.node] = tuple(widen(p, plan, control) for p, plan in inner)
-    wanted = {}
+    asked = {}
     for step in body.steps:
         if isinstance(step, Reshard) and sums_gradient(program, step):
             dtype = control.of(*program.leaf(step.source.value)).reduce_dtype
             if dtype and is_narrower(step.dtype, dtype):
-                wanted[step.source.value] = dtype
-    chosen = _widened(program, applies, wanted)
+                asked[step.source.value] = dtype
+    chosen = _widened(program, applies, asked)
     if not chosen and all(program.nodes[n].bodies == b for n, b in bodies.items()):
         return program
     return _Rewrite(program, chosen, bodies).run()
 
 
 def _widened(
-    program: Program, applies: Sequence[Apply], wanted: dict[int, str]
+    program: Program, applies: Sequence[Apply], asked: dict[int, str]
 ) -> dict[int, str]:
-    """The values to make in a wider dtype: those of `wanted` that can be, what they are
+    """The values to make in a wider dtype: those of `asked` that can be, what they are
     linear in, and what only rearranges them."""
     chosen: dict[int, str] = {}
-    if not wanted:
+    if not asked:
         return chosen
     terms = _terms(program, applies)
-    for value, dtype in wanted.items():
+    for value, dtype in asked.items():
         pending = [value]
         while pending:
             at = pending.pop()
@@ -205,7 +205,7 @@ class _Rewrite:
             value = len(self.avals)
             self.avals.append(eqn.outvars[0].aval)
             self.leaves.append(self.program.leaf(node.outputs[0]))
-        looks, _ = looks_of(eqn, inputs)
+        eqn_key, _ = equation_key(eqn, inputs)
         self.nodes.append(
             Node(
                 eqn=eqn,
@@ -214,7 +214,7 @@ class _Rewrite:
                 derivatives=node.derivatives,
                 during=node.during,
                 rule=rule_of(eqn),
-                looks=looks,
+                eqn_key=eqn_key,
             )
         )
         return value

@@ -16,7 +16,7 @@ import jax
 from shardfn._core import compat
 from shardfn._core.call_arguments import Path, Position, part
 from shardfn._core.program import Program
-from shardfn._trace.dataflow import Dimensions, Place, Update, dependences, updates
+from shardfn._trace.dataflow import Dimension, Dimensions, Update, dependences, updates
 from shardfn._trace.raw_keys import raw_keys
 
 
@@ -62,7 +62,7 @@ class ArgumentFlow:
     program: Program
     starts: Mapping[Position, int]
     updates: Sequence[Update]
-    classes: Mapping[Position, list[list[Place]]]
+    classes: Mapping[Position, list[list[Dimension]]]
 
     @classmethod
     def of(
@@ -70,7 +70,7 @@ class ArgumentFlow:
     ) -> "ArgumentFlow":
         """That of a step with this program."""
         starts: dict[Position, int] = {}
-        classes: dict[Position, list[list[Place]]] = {}
+        classes: dict[Position, list[list[Dimension]]] = {}
         dimensions, keys, start = Dimensions(program), raw_keys(program), 0
         for position, argument in arguments.items():
             starts[position] = start
@@ -134,7 +134,7 @@ class ArgumentFlow:
         all_same = all(update.same for update in updated)
         return all_same and any(update.written for update in updated)
 
-    def reaches(self, position: Position, rows: Collection[Place]) -> bool:
+    def reaches(self, position: Position, rows: Collection[Dimension]) -> bool:
         """Whether some of these lie along a dimension of an argument."""
         return any(place in rows for dims in self.classes[position] for place in dims)
 

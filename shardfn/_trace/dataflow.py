@@ -21,7 +21,7 @@ from shardfn._trace.value_relations import relation_of
 
 T = TypeVar("T", bound="Facts")
 
-Place = tuple[int, int, int]
+Dimension = tuple[int, int, int]
 """A dimension: number of the body it is in, value, dimension."""
 
 _WRITES = ("dynamic_update_slice", "scatter")
@@ -74,24 +74,24 @@ class Dimensions:
     together: the rules of its operations give them the same factor."""
 
     program: Program
-    _parents: dict[Place, Place] = field(default_factory=dict)
+    _parents: dict[Dimension, Dimension] = field(default_factory=dict)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
         self._visit(self.program, next(self._numbers))
 
-    def of(self, value: int) -> list[Place]:
+    def of(self, value: int) -> list[Dimension]:
         """The class of each dimension of a value of the program."""
         rank = len(getattr(aval_of(self.program, value), "shape", ()))
         return [self._find((0, value, dim)) for dim in range(rank)]
 
-    def _find(self, place: Place) -> Place:
+    def _find(self, place: Dimension) -> Dimension:
         while (parent := self._parents.get(place, place)) != place:
             self._parents[place] = self._parents.get(parent, parent)
             place = parent
         return place
 
-    def _join(self, one: Place, other: Place) -> None:
+    def _join(self, one: Dimension, other: Dimension) -> None:
         self._parents[self._find(one)] = self._find(other)
 
     def _visit(self, program: Program, number: int) -> None:
@@ -106,7 +106,7 @@ class Dimensions:
 
     def _by_rule(self, node: Node, number: int) -> None:
         assert node.rule is not None
-        seen: dict[str, Place] = {}
+        seen: dict[str, Dimension] = {}
         sides = zip(
             (*node.inputs, *node.outputs),
             (*node.rule.operands, *node.rule.results),

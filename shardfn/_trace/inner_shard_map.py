@@ -107,7 +107,7 @@ def _over_devices(part: compat.MappedPart, operands: Sequence[Any]) -> list[Any]
 def _alike_unless(
     run: Callable[..., Any], name: str, differing: Sequence[bool]
 ) -> Callable[..., Any]:
-    """`run`, whose results are the first device's of mesh axis `name`, unless told to
+    """`run`, whose results are the first device's of mesh axis `name`, unless asked to
     differ. Most are equal as they are, since a collective made them."""
 
     def inner(*args: Any) -> list[Any]:
@@ -204,7 +204,7 @@ def _results(eqn: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
             eqn, lambda *xs: _evaluated(body, xs), operands, none, none, ()
         )
     params = {name: _untyped(value) for name, value in eqn.params.items()}
-    out = compat.bind_again(eqn.replace(params=params), *operands)
+    out = compat.rebind(eqn.replace(params=params), *operands)
     return out if eqn.primitive.multiple_results else [out]
 
 

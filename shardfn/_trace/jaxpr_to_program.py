@@ -16,7 +16,7 @@ from jax.extend.core import Literal
 
 from shardfn._core import compat, regions
 from shardfn._core.constraint import constrain_p
-from shardfn._core.equation_key import looks_of
+from shardfn._core.equation_key import equation_key
 from shardfn._core.op_sharding_rule import OpShardingRule
 from shardfn._core.program import LITERAL, VALUE, ZERO, Atom, Node, Program, live
 from shardfn._core.regions import Region
@@ -78,17 +78,21 @@ class _Builder:
             self.cache[key] = _Values(self).run(closed, call, given)
         return self.cache[key]
 
-    def looks(self, eqn: Any, operands: Sequence[Atom]) -> tuple[tuple[Any, ...], bool]:
-        """`looks_of(eqn, operands)`, the same object for all that are equal."""
-        looks, comparable = looks_of(eqn, operands)
-        return self.known.setdefault(looks, looks) if comparable else looks, comparable
+    def eqn_key(
+        self, eqn: Any, operands: Sequence[Atom]
+    ) -> tuple[tuple[Any, ...], bool]:
+        """`equation_key(eqn, operands)`, the same object for all that are equal."""
+        eqn_key, comparable = equation_key(eqn, operands)
+        if comparable:
+            eqn_key = self.known.setdefault(eqn_key, eqn_key)
+        return eqn_key, comparable
 
-    def rule(self, eqn: Any, looks: tuple[Any, ...]) -> OpShardingRule | None:
-        """The rule of `eqn`, the same object for equations that look the same."""
-        if id(looks) not in self.rules:
-            self.rules[id(looks)] = rule_of(eqn)
-            self.keep_alive.append(looks)
-        return self.rules[id(looks)]
+    def rule(self, eqn: Any, eqn_key: tuple[Any, ...]) -> OpShardingRule | None:
+        """The rule of `eqn`, the same object for equal equations."""
+        if id(eqn_key) not in self.rules:
+            self.rules[id(eqn_key)] = rule_of(eqn)
+            self.keep_alive.append(eqn_key)
+        return self.rules[id(eqn_key)]
 
 
 @dataclass
@@ -96,8 +100,8 @@ class _Values:
     """The values and nodes of one program while it is built.
 
     Equations on equal operands are merged, except those on literals alone: what they
-    make can be made in any sharding, and consumers that want different ones should not
-    share it. `same` maps such a value to the first one equal to it.
+    make can be made in any sharding, and consumers that prefer different ones should
+    not share it. `same` maps such a value to the first one equal to it.
     """
 
     builder: _Builder
@@ -192,18 +196,18 @@ class _Values:
     ) -> tuple[Any, tuple[Atom, ...]] | None:
         if self.windows is None:
             return None
-        looks, _ = self.builder.looks(eqn, operands)
-        rule = self.builder.rule(eqn, looks)
+        eqn_key, _ = self.builder.eqn_key(eqn, operands)
+        rule = self.builder.rule(eqn, eqn_key)
         return self.windows.on_all_rows(eqn, operands, rule, zeros)
 
     def add(
         self, eqn: Any, operands: tuple[Atom, ...], derivatives: tuple[str, ...]
     ) -> tuple[int, ...]:
-        looks, comparable = self.builder.looks(eqn, operands)
+        eqn_key, comparable = self.builder.eqn_key(eqn, operands)
         key = None
         if comparable and _may_merge(eqn):
             key = (
-                id(looks),
+                id(eqn_key),
                 *(self.same.get(a, a) for a in operands if isinstance(a, int)),
             )
         equal = self.seen.get(key) if key is not None else None
@@ -212,7 +216,7 @@ class _Values:
         kind, jaxprs, layout = _control_flow(eqn)
         bodies = tuple(self.builder.build(jaxpr, eqn) for jaxpr in jaxprs)
         outputs = tuple(self.new(v.aval) for v in eqn.outvars)
-        rule = self.builder.rule(eqn, looks) if kind == "op" else None
+        rule = self.builder.rule(eqn, eqn_key) if kind == "op" else None
         node = Node(
             eqn=eqn,
             inputs=operands,
@@ -223,7 +227,7 @@ class _Values:
             regions=layout,
             rule=rule,
             kinds=tuple(map(self.kind, operands)),
-            looks=looks,
+            eqn_key=eqn_key,
         )
         self.nodes.append(self.marked(node, jaxprs))
         if self.makes_zeros(eqn, operands):

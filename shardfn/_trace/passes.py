@@ -225,7 +225,7 @@ def _without_plain_jvp(program: Program, own: Sequence[Directions]) -> list[Dire
     out = list(own)
     while True:
         needed: set[Atom] = set()
-        again = False
+        changed = False
         for index in reversed(range(len(out))):
             node, directions = program.nodes[index], out[index]
             if not directions:
@@ -233,8 +233,8 @@ def _without_plain_jvp(program: Program, own: Sequence[Directions]) -> list[Dire
             if directions[0] == BACKWARD or not needed.isdisjoint(node.outputs):
                 needed.update(map(number_of, node.inputs))
             elif BACKWARD in directions or _holds_backward(node):
-                out[index], again = directions[1:], True
-        if not again:
+                out[index], changed = directions[1:], True
+        if not changed:
             return out
 
 

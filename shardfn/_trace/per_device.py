@@ -267,15 +267,15 @@ def _refuse_differing(differing: Sequence[str], names: Sequence[str]) -> NoRetur
     whole = [f"{top}/*" for top in sorted(tops - others) if top not in names]
     single = [name for name in differing if f"{name.split('/')[0]}/*" not in whole]
     more = f" So would {listed(differing[1:])}." if differing[1:] else ""
-    keep = "per_device_state keeps such a leaf"
+    remedy = "per_device_state keeps such a leaf"
     if len(tops) == 1:  # leaves of several subtrees follow from gradients
         shown = ", ".join(map(repr, whole or single))
-        keep = f"per_device_state=({shown},) keeps it"
+        remedy = f"per_device_state=({shown},) keeps it"
     raise ShardingError(
         f"state leaf '{differing[0]}' would differ between devices: {step_name()} "
         f"computes it from its own part of the batch and never averages it.{more}\n"
         f"{called()}"
         "Average the gradients over the mesh axis first: grads = jax.lax.pmean(grads, "
         "axis). If they are averaged and it is a statistic of the batch, average that "
-        f"too, or let each device have its own, as under jax.pmap: {keep}."
+        f"too, or let each device have its own, as under jax.pmap: {remedy}."
     )

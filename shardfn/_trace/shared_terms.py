@@ -2,8 +2,8 @@
 
 In: the equations of a program in order. Out: for a sum over dimensions that `jax.vmap`
 has added, of terms some of which are broadcast along these, as the gradient of an L2
-penalty is beside that of the loss: the sum of the others, plus these once, times the
-number of devices. What is stored in shards is then not gathered to be added to them.
+penalty stands next to that of the loss: the sum of the others, plus these once, times
+the number of devices. What is stored in shards is then not gathered to be added.
 """
 
 import math

@@ -27,7 +27,7 @@ from shardfn._trace.argument_flow import (
     is_like_rows,
     same,
 )
-from shardfn._trace.dataflow import Place
+from shardfn._trace.dataflow import Dimension
 from shardfn._trace.state_texts import (
     changes,
     found_note,
@@ -102,7 +102,7 @@ class _Search:
     names: Mapping[Position, str]
     alike: Mapping[Position, Sequence[Path]]
     _pairs: dict[Position, Path] = field(default_factory=dict)
-    _rows: set[Place] = field(default_factory=set)
+    _rows: set[Dimension] = field(default_factory=set)
 
     @property
     def arguments(self) -> Mapping[Position, Any]:
@@ -180,7 +180,7 @@ class _Search:
                 chosen[0] = FIRST
         return {p: chosen[p] for p in self.arguments if p in chosen}
 
-    def _known_rows(self) -> set[Place]:
+    def _known_rows(self) -> set[Dimension]:
         """The rows of arguments that do not come back, and may be a batch."""
         return {
             dims[0]
@@ -243,7 +243,7 @@ class _Search:
         may_be = is_like_rows(self.arguments[position]) and not is_unchanged
         return may_be and not self._descends(position)
 
-    def _is_state(self, position: Position, own: set[Place]) -> bool:
+    def _is_state(self, position: Position, own: set[Dimension]) -> bool:
         """Whether an argument that comes back is state, as one that is state for
         certain: its leaves have their first dimensions from that one, or different
         ones, so that they are not rows of one batch; or what rows of others are reduced
@@ -275,7 +275,7 @@ class _Search:
         return bool(reached) and all(reached)
 
     def _is_read_only(
-        self, position: Position, state: Sequence[Position], own: set[Place]
+        self, position: Position, state: Sequence[Position], own: set[Dimension]
     ) -> bool:
         """Whether an argument that does not come back is like one that is state, or a
         part of it, as the parameters of a teacher are."""

@@ -12,7 +12,7 @@ from typing import Any
 from jax import lax
 
 from shardfn._core import compat
-from shardfn._core.equation_key import looks_of
+from shardfn._core.equation_key import equation_key
 from shardfn._core.program import Node, Program, aval_of, live
 from shardfn._core.rule_registry import rule_of
 
@@ -78,8 +78,10 @@ def _folded(program: Program, node: Node, tied: Mapping[int, Node]) -> Node:
         node.eqn,
         [aval_of(program, atom) for atom in inputs],
     )
-    looks, _ = looks_of(eqn, inputs)
-    return replace(node, eqn=eqn, inputs=tuple(inputs), rule=rule_of(eqn), looks=looks)
+    eqn_key, _ = equation_key(eqn, inputs)
+    return replace(
+        node, eqn=eqn, inputs=tuple(inputs), rule=rule_of(eqn), eqn_key=eqn_key
+    )
 
 
 def _inside(node: Node) -> Node:

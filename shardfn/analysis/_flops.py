@@ -52,13 +52,13 @@ def count_flops(jaxpr: Any, repeated: bool = False) -> Flops:
     """
     total = Flops()
     for eqn in jaxpr.eqns:
-        again = repeated or compat.is_repeated(eqn)
+        is_repeated = repeated or compat.is_repeated(eqn)
         own = flops_of(eqn)
         if own:
-            total += Flops(own, Counter() if again else own)
+            total += Flops(own, Counter() if is_repeated else own)
             continue
         inner = [
-            count_flops(getattr(j, "jaxpr", j), again)
+            count_flops(getattr(j, "jaxpr", j), is_repeated)
             for j in jaxprs_in_params(eqn.params)
         ]
         name = eqn.primitive.name

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from shardfn._core import compat
-from shardfn._core.equation_key import literal_looks
+from shardfn._core.equation_key import literal_key
 from shardfn._core.errors import where
 from shardfn._core.limits import SHOWN_ARRAY_BYTES
 from shardfn._core.program import Program
@@ -41,7 +41,7 @@ def listing_of(program: Program) -> Iterator[str]:
         literals = [atom.val for atom in node.inputs if not isinstance(atom, int)]
         made = ", ".join(str(v.aval) for v in node.eqn.outvars)
         shown = f" of {', '.join(map(str, literals))}" if literals else ""
-        does = zlib.crc32(_text(node.looks).encode())
+        does = zlib.crc32(_text(node.eqn_key).encode())
         name = f"{node.eqn.primitive.name}{shown} -> {made}"
         yield f"{where(node.eqn)}: {name} #{does:08x}"
         for body in node.bodies:
@@ -62,24 +62,24 @@ class _Hashing:
             self.digest.update(_value(constant))
         for node in program.nodes:
             operands = (a if isinstance(a, int) else None for a in node.inputs)
-            self.add(self.looks(node.looks), *operands, *node.outputs)
+            self.add(self.eqn_key(node.eqn_key), *operands, *node.outputs)
             for body in node.bodies:
                 self.program(body)
         for atom in program.outputs:
-            self.add(atom if isinstance(atom, int) else _text(literal_looks(atom)))
+            self.add(atom if isinstance(atom, int) else _text(literal_key(atom)))
 
     def add(self, *values: Any) -> None:
         self.digest.update(repr(values).encode())
 
-    def looks(self, looks: tuple[Any, ...]) -> str:
-        if id(looks) not in self.known:
-            self.known[id(looks)] = _text(looks)
-        return self.known[id(looks)]
+    def eqn_key(self, eqn_key: tuple[Any, ...]) -> str:
+        if id(eqn_key) not in self.known:
+            self.known[id(eqn_key)] = _text(eqn_key)
+        return self.known[id(eqn_key)]
 
 
-def _text(looks: Any) -> str:
-    """`looks` in words that are the same in every process."""
-    return re.sub(r"0x[0-9a-f]+|<function [^>]*>", "", repr(looks))
+def _text(eqn_key: Any) -> str:
+    """`eqn_key` in words that are the same in every process."""
+    return re.sub(r"0x[0-9a-f]+|<function [^>]*>", "", repr(eqn_key))
 
 
 def _value(constant: Any) -> bytes:

@@ -34,9 +34,9 @@ class Report(Figures):
 def _head(report: Report) -> list[str]:
     target, axes = report.target, report.plan.axes
     mesh = " x ".join(f"{n}={s}" for n, s in zip(axes.names, axes.sizes, strict=True))
-    told = [f"  compiler option {n}={value}" for n, value in report.compiler_options]
+    options = [f"  compiler option {n}={value}" for n, value in report.compiler_options]
     head = f"{report.step} on {target.name}: {target.num_devices} devices, mesh {mesh}"
-    return [head, *told]
+    return [head, *options]
 
 
 def _memory(report: Report) -> list[str]:
@@ -86,9 +86,9 @@ def _wire(report: Report) -> list[str]:
 
 def _estimate(report: Report) -> list[str]:
     target, flops = report.target, report.flops
-    total, again = sum(flops.run.values()), sum(flops.model.values())
+    total, model = sum(flops.run.values()), sum(flops.model.values())
     repeated = (
-        f", {1 - again / total:.0%} of it rematerialized" if total > again else ""
+        f", {1 - model / total:.0%} of it rematerialized" if total > model else ""
     )
     moved = report.timeline.memory_bytes
     lines = [

@@ -191,12 +191,12 @@ def devices(name: str) -> tuple[jax.Device, ...]:  # pyright: ignore
       >>> len(devices("h100:8"))
       8
     """
-    wanted = target(name)
+    asked = target(name)
     if reason := missing(name):
         raise ImportError(reason)
-    _check_version(wanted.platform)
+    _check_version(asked.platform)
     try:
-        found = _topology(wanted).devices
+        found = _topology(asked).devices
     except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
         raise ValueError(f"the compiler refuses target {name!r}: {error}") from error
     return tuple(found)
@@ -300,15 +300,15 @@ def _hosts_of_8(name: str, count: str) -> str:
     return f"1x1x{count}" if hosts <= 1 else f"1x{hosts}x8"
 
 
-def _topology(wanted: Target) -> topologies.TopologyDescription:
-    if wanted.platform == "tpu":
+def _topology(asked: Target) -> topologies.TopologyDescription:
+    if asked.platform == "tpu":
         if not glob.glob("/dev/accel*") and not glob.glob("/dev/vfio/[0-9]*"):
             os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
             os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-        return topologies.get_topology_desc(wanted.topology, platform="tpu")
-    gpu = GPUS[wanted.name.partition(":")[0]]
+        return topologies.get_topology_desc(asked.topology, platform="tpu")
+    gpu = GPUS[asked.name.partition(":")[0]]
     return topologies.get_topology_desc(
-        platform="cuda", target_config=target_config(gpu), topology=wanted.topology
+        platform="cuda", target_config=target_config(gpu), topology=asked.topology
     )
 
 

@@ -233,8 +233,8 @@ def totals_of(checked: Verification) -> list[str]:
         share = checked.overlapped_bytes / sent
         lines.append(f"{share:.0%} of it while a matmul runs, by the schedule")
     if checked.automatic:
-        beside = size_text(wire_bytes(checked.automatic))
-        lines.append(f"beside it {beside} over mesh axes that are left to XLA")
+        automatic = size_text(wire_bytes(checked.automatic))
+        lines.append(f"beside it {automatic} over mesh axes that are left to XLA")
     lines += [f"extra: {text}" for text in _extra(checked.extra)]
     lines += _meanings(checked.lines)
     if not checked.exact:

@@ -2,7 +2,7 @@
 
 In: an equation that slices, pads or updates. Out: dimensions that keep their size
 mapped. Of a short slice each device gives what it holds, and zeros elsewhere: the slice
-is their sum. A dimension that a window is put into is made where it is wanted.
+is their sum. A dimension that a window is put into is made where it is used.
 """
 
 import math
@@ -139,12 +139,12 @@ def _slice_local(op: LocalOp, operand: jax.Array) -> Sequence[jax.Array]:
     starts = op.eqn.params["start_indices"]
     x, split = _cut(op, operand, starts)
     limits = op.eqn.params["limit_indices"]
-    keeps = [s or not c for s, c in zip(split, _changed(op), strict=True)]
+    whole = [s or not c for s, c in zip(split, _changed(op), strict=True)]
     return op.bind(
         x,
-        start_indices=tuple(0 if k else n for k, n in zip(keeps, starts, strict=True)),
+        start_indices=tuple(0 if k else n for k, n in zip(whole, starts, strict=True)),
         limit_indices=tuple(
-            size if k else n for k, n, size in zip(keeps, limits, x.shape, strict=True)
+            size if k else n for k, n, size in zip(whole, limits, x.shape, strict=True)
         ),
     )
 

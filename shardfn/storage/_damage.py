@@ -16,7 +16,7 @@ from shardfn._core.leaves import Leaf
 from shardfn.storage._orbax_items import Saved, has_values, on_disk
 
 FILE = "_CHECKPOINT_METADATA"
-"""The file of a checkpoint in which Orbax keeps what it is given beside the items."""
+"""The file of a checkpoint in which Orbax keeps what it is given besides the items."""
 OF_FILES = (EOFError, FileNotFoundError, KeyError, NotADirectoryError, TypeError)
 OF_FILES += (ValueError,)  # also json.JSONDecodeError and UnicodeDecodeError
 """What is raised for files that are missing, cut off, or not what was written."""
@@ -42,7 +42,7 @@ def _name(error: BaseException) -> str:
 
 
 def record(extra: Mapping[str, Any], leaves: Sequence[Leaf]) -> dict[str, Any]:
-    """What is kept beside a state: `extra`, and what the state's leaves are."""
+    """What is kept with a state: `extra`, and what the state's leaves are."""
     listing = {leaf.name: on_disk(leaf.aval) for leaf in leaves if has_values(leaf)}
     keys = {
         leaf.name: str(leaf.aval.dtype)

@@ -74,8 +74,8 @@ def programs(
             leaves = make(*args)
             return [leaves[i] for i in chosen]
 
-        wanted = [shardings[i] for i in chosen]
-        program = jax.jit(part, out_shardings=wanted).lower(*args).compile()
+        chosen_shardings = [shardings[i] for i in chosen]
+        program = jax.jit(part, out_shardings=chosen_shardings).lower(*args).compile()
         count = min(math.ceil(_temporary(program) / allowed), len(chosen))
         if count <= 1:
             yield chosen, program

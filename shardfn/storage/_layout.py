@@ -97,7 +97,7 @@ def _per_device(name: str, leaf: Any, axes: Axes) -> Sharding:
     if leaf.shape[:1] != (axes.devices,):
         raise ShardingError(
             f"state leaf '{name}' has shape {tuple(leaf.shape)}, and per_device_state "
-            f"wants a row for each of {axes.devices} devices.\n{called()}"
+            f"needs a row for each of {axes.devices} devices.\n{called()}"
             "Make the state with step.init(...) or step.shard(state), which add them."
         )
     return tuple(Split(0) if size > 1 else None for size in axes.sizes)

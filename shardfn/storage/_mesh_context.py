@@ -20,7 +20,7 @@ def automatic(mesh: Mesh) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
 
 
-def home(mesh: Mesh, given: Mesh) -> Mesh:
+def current_mesh(mesh: Mesh, given: Mesh) -> Mesh:
     """The mesh to place arrays on: the caller's mesh `given` inside `jax.set_mesh` of
     it, else the automatic one, `mesh`.
 
@@ -43,7 +43,7 @@ def only(sharding: SingleDeviceSharding) -> Mesh:
     return Mesh([device], ("_",), axis_types=(AxisType.Auto,))
 
 
-def beside(x: Any) -> contextlib.AbstractContextManager[Any]:
+def on_mesh_of(x: Any) -> contextlib.AbstractContextManager[Any]:
     """A context for operations on an array where it lies, if another mesh is set."""
     if compat.is_tracing() or jax.sharding.get_abstract_mesh().empty:
         return contextlib.nullcontext()

@@ -76,12 +76,12 @@ def differences(
 ) -> list[str]:
     """A line for every leaf that is not the same in a checkpoint and in a state; `keys`
     are the dtypes of the PRNG keys that were saved."""
-    wanted = {leaf.name: on_disk(leaf.aval) for leaf in leaves if has_values(leaf)}
-    missing = [f"missing: '{k}' {v}" for k, v in wanted.items() if k not in saved]
-    extra = [f"in it only: '{k}' {v}" for k, v in saved.items() if k not in wanted]
+    expected = {leaf.name: on_disk(leaf.aval) for leaf in leaves if has_values(leaf)}
+    missing = [f"missing: '{k}' {v}" for k, v in expected.items() if k not in saved]
+    extra = [f"in it only: '{k}' {v}" for k, v in saved.items() if k not in expected]
     other = [
         f"different: '{k}' is {saved[k]}, and {v} in the state"
-        for k, v in wanted.items()
+        for k, v in expected.items()
         if k in saved and saved[k] != v
     ]
     kinds = {
@@ -93,7 +93,7 @@ def differences(
         f"different: '{k}' is of dtype {keys.get(k)}, and of {kinds.get(k)} in the "
         "state"
         for k in sorted({*kinds, *keys})
-        if k in wanted and keys.get(k) != kinds.get(k)
+        if k in expected and keys.get(k) != kinds.get(k)
     ]
     return [*missing, *extra, *other]
 

@@ -24,9 +24,9 @@ from shardfn._core.leaves import Leaf
 from shardfn._core.sharding import Sharding
 from shardfn.storage._mesh_context import (
     automatic,
-    beside,
     is_placed_on,
     moved,
+    on_mesh_of,
     only,
 )
 from shardfn.storage._padding import to_stored, to_whole
@@ -81,7 +81,7 @@ class Storage(StoredLayout):
         if isinstance(x, jax.Array) and shape == aval.shape:
             if x.sharding == aval.sharding:
                 return x
-        with beside(x):
+        with on_mesh_of(x):
             if shape != aval.shape:
                 x = to_stored(jnp.asarray(x), sharding, self.axes)
             # Donating the placed leaf must not take the caller's buffer.
@@ -111,7 +111,7 @@ class Storage(StoredLayout):
         Args:
           batch: the leaves of the batch, as the caller gave them.
         """
-        here = self.home
+        here = self.current_mesh
         if self.given == here:
             return here
         return self.given if any(is_placed_on(self.given, x) for x in batch) else here
@@ -126,7 +126,7 @@ class Storage(StoredLayout):
           new: which of them are the new state.
           there: the mesh of the others.
         """
-        here, new = self.home, frozenset(new)
+        here, new = self.current_mesh, frozenset(new)
         meshes = (here if i in new else there for i in range(len(out)))
         return tuple(
             (i, mesh)

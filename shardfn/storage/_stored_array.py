@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from shardfn._core import compat
 from shardfn._core.limits import PRINTED_BYTES
 from shardfn.storage._boxes import pieces
-from shardfn.storage._mesh_context import automatic, beside
+from shardfn.storage._mesh_context import automatic, on_mesh_of
 from shardfn.storage._padding import to_whole, whole_spec
 
 NOT_FORWARDED = set(
@@ -140,7 +140,7 @@ class StoredArray(jax.Array):
 
     def copy(self) -> "StoredArray":
         self._check_alive()
-        with beside(self.array):
+        with on_mesh_of(self.array):
             return StoredArray(jnp.copy(self.array), self._shape, self.name)
 
     __copy__ = copy

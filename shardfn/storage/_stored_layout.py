@@ -25,7 +25,7 @@ from shardfn._core.leaves import Leaf
 from shardfn._core.sharding import Axes, Sharding, stored_shape
 from shardfn.storage._layout import partition, with_moments
 from shardfn.storage._leaves import abstract, leaves_of
-from shardfn.storage._mesh_context import home
+from shardfn.storage._mesh_context import current_mesh
 from shardfn.storage._padding import to_stored
 from shardfn.storage._shared_variables import refuse_shared
 from shardfn.storage._stored_array import whole_sharding
@@ -76,16 +76,16 @@ class StoredLayout:
     def named(self, leaf: Leaf, sharding: Sharding) -> NamedSharding:
         """The sharding that stores a leaf, or feeds one of the batch."""
         auto = fitting(leaf.auto or (), leaf.aval.shape, sharding, self.axes)
-        spec, mesh = full_spec(sharding, auto, self.axes), self.home
+        spec, mesh = full_spec(sharding, auto, self.axes), self.current_mesh
         if compat.has_types(mesh):  # types name every dimension
             rank = len(stored_shape(leaf.aval.shape, sharding, self.axes))
             spec = PartitionSpec(*spec, *[None] * (rank - len(spec)))
         return NamedSharding(mesh, spec)
 
     @property
-    def home(self) -> Mesh:
+    def current_mesh(self) -> Mesh:
         """The mesh that arrays are placed on now; see `_mesh_context.home`."""
-        return home(self.mesh, self.given)
+        return current_mesh(self.mesh, self.given)
 
     def partition(self, leaves: Sequence[Leaf]) -> tuple[Sharding, ...]:
         """The stored sharding of every leaf."""

@@ -2,7 +2,7 @@
 
 In: a state as a sharded step stores it. Out: a directory of Orbax checkpoints that hold
 each leaf in its own shape and dtype, whatever mesh wrote it; and a state back, stored
-as another step on another mesh wants it, or whole on one device.
+as another step on another mesh stores it, or whole on one device.
 
 Needs the extra `checkpoint`: `pip install -e '.[checkpoint]'`.
 """
@@ -193,7 +193,7 @@ class Checkpoints:
           number: the checkpoint's number; the latest one without it.
 
         Returns:
-          The state, stored as the step wants it, or whole on the first device if there
+          The state, stored as the step stores it, or whole on the first device if there
           is no step. The values are those saved, to the bit.
 
         Raises:
@@ -224,7 +224,7 @@ class Checkpoints:
         return jax.tree.unflatten(treedef, arrays)[0]
 
     def extra(self, number: int | None = None) -> dict[str, Any]:
-        """What was saved beside the state.
+        """What was saved with the state.
 
         Args:
           number: the checkpoint's number; the latest one without it.

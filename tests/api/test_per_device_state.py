@@ -142,6 +142,6 @@ def test_what_per_device_state_cannot_be() -> None:
     with pytest.raises(
         shardfn.ShardingError,
         match=r"^state leaf 'batch_stats/BatchNorm_0/mean' has shape \(11,\), and "
-        r"per_device_state wants a row for each of 4 devices\.",
+        r"per_device_state needs a row for each of 4 devices\.",
     ):
         sharded(**KEPT)(create(jax.random.key(0)), X)

@@ -50,13 +50,13 @@ from shardfn._core.compat.called_bodies import (
     inlined_body as inlined_body,
 )
 from shardfn._core.compat.equations import (
-    bind_again as bind_again,
-)
-from shardfn._core.compat.equations import (
     bind_remat as bind_remat,
 )
 from shardfn._core.compat.equations import (
     is_type_cast as is_type_cast,
+)
+from shardfn._core.compat.equations import (
+    rebind as rebind,
 )
 from shardfn._core.compat.equations import (
     summed_dimensions as summed_dimensions,

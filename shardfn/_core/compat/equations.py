@@ -31,7 +31,7 @@ def summed_dimensions(eqn: JaxprEqn) -> frozenset[int]:
     return frozenset(axes) if is_over_dims and whole else frozenset()
 
 
-def bind_again(eqn: JaxprEqn, *args: Any) -> Sequence[Any]:
+def rebind(eqn: JaxprEqn, *args: Any) -> Sequence[Any]:
     """The results of `eqn` on other operands."""
     params: Any = eqn.primitive.get_bind_params(eqn.params)
     return eqn.primitive.bind(*args, **params)
@@ -60,13 +60,13 @@ def bind_remat(
     jaxpr = _private_partial_eval.convert_constvars_jaxpr(jaxpr)
     asked = eqn.params["prevent_cse"]
     every = any(asked) if isinstance(asked, tuple) else asked
-    held = [every] * len(consts)
-    held += [
+    behind_barrier = [every] * len(consts)
+    behind_barrier += [
         not ahead and (every or not weight)
         for weight, ahead in zip(weights, early, strict=True)
     ]
-    held += [False] * len(imports)
-    prevent_cse = all(held) or tuple(held)
+    behind_barrier += [False] * len(imports)
+    prevent_cse = all(behind_barrier) or tuple(behind_barrier)
     params = {**eqn.params, "jaxpr": jaxpr, "prevent_cse": prevent_cse}
     return eqn.primitive.bind(*consts, *args, *imports, **params)
 

@@ -62,7 +62,7 @@ def mapped_part(eqn: JaxprEqn) -> MappedPart | None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pmapped:
-    """What a `jax.pmap` was told: `axis_name` is None if none was given."""
+    """What a `jax.pmap` was given: `axis_name` is None if none was given."""
 
     axis_name: str | None
     in_axes: Any
@@ -70,18 +70,18 @@ class Pmapped:
 
 
 def pmapped(fn: Any) -> Pmapped | None:
-    """What `jax.pmap` was told of a function that it returned; None of other ones."""
+    """What `jax.pmap` was given for a function that it returned; None of other ones."""
     made = getattr(fn, "__code__", None)
     if made is None or made.co_filename != _private_pmap.__file__:
         return None
-    told = _closed_over(_closed_over(fn).get("infer_params"))
-    if "axis_name" not in told:
+    settings = _closed_over(_closed_over(fn).get("infer_params"))
+    if "axis_name" not in settings:
         return None
-    name = told["axis_name"]
+    name = settings["axis_name"]
     return Pmapped(
         axis_name=name if isinstance(name, str) and "_internal" not in name else None,
-        in_axes=told.get("in_axes", 0),
-        static_argnums=tuple(told.get("static_broadcasted_tuple", ())),
+        in_axes=settings.get("in_axes", 0),
+        static_argnums=tuple(settings.get("static_broadcasted_tuple", ())),
     )
 
 

@@ -74,12 +74,12 @@ def _mesh_groups(text: str) -> Groups:
 
 def _split_axes(sizes: dict[str, int], axes: str) -> tuple[list[int], list[int]]:
     """Mesh shape with sub-axes split off, and the dimensions that form a group."""
-    wanted = re.findall(r"'?([^',:{}]+)'?(?::\((\d+)\)(\d+))?(?:,|$)", axes)
+    named = re.findall(r"'?([^',:{}]+)'?(?::\((\d+)\)(\d+))?(?:,|$)", axes)
     shape: list[int] = []
     at: dict[tuple[str, int], int] = {}
     for axis, size in sizes.items():
         cuts = {1, size}
-        for name, pre, sub in wanted:
+        for name, pre, sub in named:
             if name == axis and pre:
                 cuts |= {int(pre), int(pre) * int(sub)}
         edges = sorted(cuts)
@@ -89,7 +89,7 @@ def _split_axes(sizes: dict[str, int], axes: str) -> tuple[list[int], list[int]]
             shape.append(piece)
     return shape, [
         d
-        for name, pre, sub in wanted
+        for name, pre, sub in named
         for (axis, edge), d in at.items()
         if axis == name and (not pre or int(pre) <= edge < int(pre) * int(sub))
     ]

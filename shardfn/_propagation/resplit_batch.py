@@ -10,16 +10,16 @@ from typing import Any
 from shardfn._core.op_sharding_rule import OpShardingRule
 from shardfn._core.resharding import can_split
 from shardfn._core.sharding import Axes, Sharding, Split, on_axis
-from shardfn._propagation.preferences import Wants
+from shardfn._propagation.preferences import Preferences
 
 
-def split_again(
+def resplit_batch(
     rule: OpShardingRule | None,
     needed: Sequence[Sharding],
     states: Sequence[Sharding],
-    settled: Sequence[Sharding],
+    made: Sequence[Sharding],
     result_avals: Sequence[Any],
-    wants: Sequence[Wants],
+    preferences: Sequence[Preferences],
     axes: Axes,
 ) -> list[Sharding]:
     """Splits the results of an op that had to gather the batch, where they can be
@@ -32,15 +32,15 @@ def split_again(
       rule: the op's rule, if it has one.
       needed: shardings that the op needs its operands in.
       states: their shardings before.
-      settled: shardings of the results.
+      made: shardings of the results.
       result_avals: avals of the results.
-      wants: what the consumers of the results want.
+      preferences: what the consumers of the results prefer.
       axes: the mesh axes.
 
     Returns:
       The shardings of the results.
     """
-    out = list(settled)
+    out = list(made)
     for axis in range(len(axes.names)):
         gathered = [
             (i, state[axis])
@@ -50,12 +50,12 @@ def split_again(
         batch = [
             (i, s.dim) for i, s in gathered if isinstance(s, Split) and not s.stored
         ]
-        if not batch or any(s[axis] is not None for s in settled):
+        if not batch or any(s[axis] is not None for s in made):
             continue
         for j, aval in enumerate(result_avals):
-            if wants[j][axis] == frozenset({None}):
+            if preferences[j][axis] == frozenset({None}):
                 continue
-            for dim in _again(rule, batch, j, aval):
+            for dim in _batch_dims(rule, batch, j, aval):
                 split = Split(dim)
                 if can_split(aval.shape, out[j], axis, split, axes):
                     out[j] = on_axis(out[j], axis, split)
@@ -63,7 +63,7 @@ def split_again(
     return out
 
 
-def _again(
+def _batch_dims(
     rule: OpShardingRule | None, batch: Sequence[tuple[int, int]], j: int, aval: Any
 ) -> list[int]:
     """Dimensions of result `j` that the batch lies in, likeliest first."""
