@@ -39,6 +39,22 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(autouse=True)
+def quick_compiles(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """Asks LLVM for little, here and in processes that the test starts: most programs
+    compile longer than they run. Not in tests marked `optimized`, nor in those of
+    compilers of other machines."""
+    if any(map(request.node.get_closest_marker, ("aot", "optimized"))):
+        yield
+        return
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(autouse=True)
 def dtype_promotion(request: pytest.FixtureRequest) -> Iterator[None]:
     """Strict, except in tests marked `standard_promotion`.
 

@@ -5,13 +5,11 @@ first leaf, step and value where the sharded step differs from the plain one.
 import dataclasses
 import functools
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 import programs
-import pytest
 from jax.sharding import AxisType, Mesh
 from programs._data import ROWS
 
@@ -40,14 +38,6 @@ def make_mesh(name: str) -> Mesh:
     sizes, axes, axis_type = MESHES[name]
     devices = jax.devices()[: int(np.prod(sizes))]
     return jax.make_mesh(sizes, axes, (axis_type,) * len(axes), devices=devices)
-
-
-@pytest.fixture(autouse=True)
-def quick_compiles() -> Iterator[None]:
-    """Asks LLVM for little: these programs compile longer than they run."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from plan_helpers import CPU_MERGES_GATHERS, QUICK, cpu_mesh
-from sharded_and_plain import quick_compiles as quick_compiles
 
 import shardfn
 from shardfn._core.sharding import Axes

@@ -25,7 +25,6 @@ from programs.spoiled import (
     with_control_flow,
     with_effect,
 )
-from sharded_and_plain import quick_compiles as quick_compiles
 
 import shardfn
 import shardfn.testing

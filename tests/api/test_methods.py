@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from programs.spoiled import init, make_batch, plain_step
-from sharded_and_plain import quick_compiles as quick_compiles
 
 import shardfn
 

@@ -8,7 +8,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from sharded_and_plain import quick_compiles as quick_compiles
 
 import shardfn
 

@@ -12,7 +12,6 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from sharded_and_plain import quick_compiles as quick_compiles
 
 import shardfn
 

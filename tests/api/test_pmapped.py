@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from sharded_and_plain import quick_compiles as quick_compiles
 
 import shardfn
 

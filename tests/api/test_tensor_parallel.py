@@ -25,7 +25,6 @@ from plan_helpers import (
     planned_moves,
 )
 from programs import Program, gpt
-from sharded_and_plain import quick_compiles as quick_compiles
 
 import shardfn
 from shardfn.analysis import targets

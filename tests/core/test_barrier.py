@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from jax import lax
 from sharded_and_plain import make_mesh
-from sharded_and_plain import quick_compiles as quick_compiles
 
 from shardfn.testing import assert_parity
 

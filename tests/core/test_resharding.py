@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from sharded_and_plain import quick_compiles as quick_compiles
 
 from shardfn._core.moves import MOVES, move_of, moves_of
 from shardfn._core.resharding import can_split, reshard_path

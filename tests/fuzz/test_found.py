@@ -8,7 +8,6 @@ import warnings
 import pytest
 from language import Block, Call, Program, Type
 from oracle import SAME, assert_same_steps
-from sharded_and_plain import quick_compiles as quick_compiles
 
 import shardfn
 

@@ -18,7 +18,6 @@ import pytest
 from hypothesis import HealthCheck, assume, given, seed, settings
 from language import Program
 from oracle import ASKED, SAME, UNCLEAR, assert_same_steps
-from sharded_and_plain import quick_compiles as quick_compiles
 from strategies import programs
 
 import shardfn

@@ -12,7 +12,6 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from sharded_and_plain import quick_compiles as quick_compiles
 
 import shardfn
 

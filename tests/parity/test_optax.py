@@ -14,7 +14,6 @@ import optax
 import optax.contrib
 import pytest
 from sharded_and_plain import make_mesh
-from sharded_and_plain import quick_compiles as quick_compiles
 
 import shardfn
 from shardfn.storage._stored_array import stored_array

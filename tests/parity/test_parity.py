@@ -5,7 +5,6 @@ leaf of the state and of the metrics after each of five steps.
 import programs
 import pytest
 from sharded_and_plain import assert_parity, make_mesh
-from sharded_and_plain import quick_compiles as quick_compiles
 
 pytestmark = pytest.mark.standard_promotion
 

@@ -10,7 +10,6 @@ import numpy as np
 import programs
 import pytest
 from sharded_and_plain import make_mesh, shard_program
-from sharded_and_plain import quick_compiles as quick_compiles
 
 import shardfn
 from shardfn.storage._stored_array import stored_array

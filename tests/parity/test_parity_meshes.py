@@ -5,7 +5,6 @@
 import programs
 import pytest
 from sharded_and_plain import assert_parity, make_mesh
-from sharded_and_plain import quick_compiles as quick_compiles
 
 pytestmark = pytest.mark.standard_promotion
 

@@ -11,7 +11,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from plan_helpers import walk
 from sharded_and_plain import make_mesh
-from sharded_and_plain import quick_compiles as quick_compiles
 
 import shardfn
 

@@ -18,7 +18,6 @@ from plan_helpers import (
     planned_moves,
     shard_fn,
 )
-from sharded_and_plain import quick_compiles as quick_compiles
 
 from shardfn._propagation import loop_carries
 

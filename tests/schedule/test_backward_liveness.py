@@ -11,7 +11,6 @@ import numpy as np
 import optax
 import pytest
 from plan_helpers import Sharded, cpu_mesh, emitted_moves, planned_moves
-from sharded_and_plain import quick_compiles as quick_compiles
 
 import shardfn
 from shardfn._core.plan import Apply, Ref, Reshard, Step, reads

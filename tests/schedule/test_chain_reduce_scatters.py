@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from plan_helpers import cpu_mesh, emitted_moves, planned_moves, shard_fn
-from sharded_and_plain import quick_compiles as quick_compiles
 from test_reshard_after_forward import ROWS, UNROLLED, run
 from test_reshard_after_forward import train as tiny
 

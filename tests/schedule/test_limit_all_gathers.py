@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from layered import LAYERS, ROWS, UNROLLED, train
 from plan_helpers import cpu_mesh, emitted_moves, planned_moves, run, shard_fn
-from sharded_and_plain import quick_compiles as quick_compiles
 
 from shardfn._core.plan import Apply, Reshard
 from shardfn.analysis import targets

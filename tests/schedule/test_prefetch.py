@@ -21,7 +21,6 @@ from plan_helpers import (
     shard_fn,
     walk,
 )
-from sharded_and_plain import quick_compiles as quick_compiles
 
 from shardfn.analysis import targets
 

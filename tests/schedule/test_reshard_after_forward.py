@@ -18,7 +18,6 @@ from plan_helpers import (
     run,
     shard_fn,
 )
-from sharded_and_plain import quick_compiles as quick_compiles
 
 
 def sharded(kind: str, asked: Any, microbatches: int = 1, **options: Any) -> Sharded:

@@ -19,7 +19,6 @@ from plan_helpers import (
     run,
     shard_fn,
 )
-from sharded_and_plain import quick_compiles as quick_compiles
 
 import shardfn
 from shardfn._core.control import make_control

@@ -21,7 +21,6 @@ from plan_helpers import (
     walk,
 )
 from sharded_and_plain import assert_parity, make_mesh
-from sharded_and_plain import quick_compiles as quick_compiles
 
 import shardfn
 

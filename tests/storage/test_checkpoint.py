@@ -19,7 +19,6 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 from sharded_and_plain import MESHES
 from sharded_and_plain import make_mesh as _make_mesh
-from sharded_and_plain import quick_compiles as quick_compiles
 
 import shardfn
 from shardfn._core import processes

@@ -18,7 +18,8 @@ from shardfn.analysis import targets
 from shardfn.storage import _init_state
 from shardfn.testing import assert_same
 
-pytestmark = pytest.mark.standard_promotion
+# Bits and memory are those of programs as users compile them.
+pytestmark = [pytest.mark.standard_promotion, pytest.mark.optimized]
 
 KEY = jax.random.key(0)
 SHAPE, ODD = (128, 96), (61, 83)

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from sharded_and_plain import quick_compiles as quick_compiles
 
 from shardfn._core.sharding import (
     Axes,

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from sharded_and_plain import quick_compiles as quick_compiles
 
 import shardfn
 from shardfn._core.sharding import local_shape

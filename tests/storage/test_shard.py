@@ -13,7 +13,6 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from plan_helpers import Sharded, compiled_moves, cpu_mesh, planned_moves, shard_fn
-from sharded_and_plain import quick_compiles as quick_compiles
 
 import shardfn
 from shardfn._core.control import make_control

@@ -16,7 +16,6 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
-from sharded_and_plain import quick_compiles as quick_compiles
 
 import shardfn
 from shardfn.storage._stored_array import StoredArray

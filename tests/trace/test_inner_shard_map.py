@@ -17,7 +17,6 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from plan_helpers import cpu_mesh
-from sharded_and_plain import quick_compiles as quick_compiles
 
 import shardfn
 

@@ -14,7 +14,6 @@ import optax
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from sharded_and_plain import quick_compiles as quick_compiles
 
 import shardfn
 from shardfn.storage._stored_array import stored_array

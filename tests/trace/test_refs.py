@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from sharded_and_plain import quick_compiles as quick_compiles
 
 import shardfn
 

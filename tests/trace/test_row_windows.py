@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from jax import lax
 from plan_helpers import cpu_mesh
-from sharded_and_plain import quick_compiles
 
 import shardfn
 
@@ -119,7 +118,6 @@ CASES: dict[str, tuple[Callable, list[int] | None]] = {
     "halves": (lambda x: (x[:16] * x[16:]).sum(), None),
     "returned": (lambda x: ((x[1:] - x[:-1]) * 2).at[0].get().sum(), None),
 }
-__all__ = ["quick_compiles"]
 GATHERS = ("all_gather", "psum_scatter", "all_to_all")
 
 
