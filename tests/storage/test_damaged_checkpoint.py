@@ -26,6 +26,8 @@ from shardfn.storage.checkpoint import (
     DamagedCheckpointError,
 )
 
+pytestmark = pytest.mark.optimized  # bits of programs that compile at several times
+
 LIKE = jax.eval_shape(create, jax.random.key(0))
 RECORD = "_CHECKPOINT_METADATA"
 
