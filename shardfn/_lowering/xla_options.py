@@ -131,7 +131,7 @@ def compiler_options(devices: Sequence[Any], asked: Asked) -> dict[str, Any]:
     """
     device = processes.reachable(devices)
     given = dict(asked or {})
-    asked = {name: value for name, value in given.items() if value is not None}
+    named = {name: value for name, value in given.items() if value is not None}
     platform = "gpu" if device.platform in _GPUS else device.platform
     given_by_user = {*given, *set_elsewhere()}
     ours = [
@@ -143,7 +143,7 @@ def compiler_options(devices: Sequence[Any], asked: Asked) -> dict[str, Any]:
         and (not option.most or len(devices) <= option.most)
         and given_by_user.isdisjoint((*dict(option.spellings), *option.decided_by))
     ]
-    if asked and (refused := refusal(device, _frozen(asked))):
+    if named and (refused := refusal(device, _frozen(named))):
         raise ShardingError(
             f"compiler_options names an option or a value that the compiler of "
             f"{device.device_kind} does not know: {refused}.\n{called()}"
@@ -151,7 +151,7 @@ def compiler_options(devices: Sequence[Any], asked: Asked) -> dict[str, Any]:
         )
     if asked is False:
         return {}
-    return {**_known(device, ours), **asked}
+    return {**_known(device, ours), **named}
 
 
 def set_elsewhere() -> set[str]:

@@ -35,6 +35,12 @@ def machines(hosts: int = 2, kind: str = "GPU") -> list[SimpleNamespace]:
     return [SimpleNamespace(process_index=i, **kind) for i in range(hosts)]
 
 
+@pytest.fixture(autouse=True)
+def no_flags(monkeypatch) -> None:
+    """Nothing is set outside, as far as this package sees."""
+    monkeypatch.delenv("XLA_FLAGS")
+
+
 @pytest.fixture
 def compiler(monkeypatch):
     """A compiler that knows some names, in place of the installed ones."""
@@ -55,9 +61,9 @@ def compiler(monkeypatch):
 NEW, OLD = ("xla_new", "ON"), ("xla_old", True)
 TABLE = (
     Option("gpu", (NEW, OLD)),
-    Option("gpu", (("xla_far", 2),), settled_by=("optimization_level",), hosts=True),
+    Option("gpu", (("xla_far", 2),), decided_by=("optimization_level",), hosts=True),
     Option("tpu", (("xla_tpu", "true"),)),
-    Option("tpu", (("xla_sc", "1"),), settled_by=("xla_fuse",), kinds=("TPU v5",)),
+    Option("tpu", (("xla_sc", "1"),), decided_by=("xla_fuse",), kinds=("TPU v5",)),
 )
 
 
