@@ -25,6 +25,9 @@ COARSE = 300
 """How much more rounding there is where dtypes of 8 bits are on the wire."""
 
 
+MARGIN = 30
+"""How many times what rounding was seen to do is allowed."""
+
 SAME, ASKED, UNCLEAR = "same", "asked", "unclear"
 """Verdicts."""
 
@@ -103,6 +106,10 @@ def _assert_same_steps(program: Program, steps: int) -> str:
             )
             if not difference(expected, found, noise, scale):
                 return UNCLEAR
+            if exact:
+                noise = rounding(program, whole, batch, expected)
+                if not difference(expected, found, noise, scale):
+                    return UNCLEAR
         assert not wrong, told(program, k, wrong)
         if exact:
             # The program jumps: rounding must not decide where.
@@ -156,7 +163,8 @@ def names(block: Block) -> Iterator[str]:
 
 
 def difference(a: Any, b: Any, noise: Any = None, scale: float = 1) -> str | None:
-    """What differs between two pytrees; by more than 30 times `noise`, if given."""
+    """What differs between two pytrees; by more than `MARGIN` times `noise`, if
+    given."""
     x, y = snapshot(a), snapshot(b)
     if x.structure != y.structure:
         return f"structure {y.structure} instead of {x.structure}"
@@ -168,7 +176,7 @@ def difference(a: Any, b: Any, noise: Any = None, scale: float = 1) -> str | Non
         limit = TOL * scale * max(1.0, float(np.linalg.norm(np.float64(p.value))))
         if not jnp.issubdtype(p.value.dtype, jnp.inexact):
             limit = 0.0
-        if not gap <= limit + 30 * allowed:
+        if not gap <= limit + MARGIN * allowed:
             return f"{path} ({p.aval}) is off by {gap:.2g}:\n{q.value}\nnot\n{p.value}"
     return None
 
@@ -206,6 +214,26 @@ def cancelled(program: Program, whole: Any, batch: Any, expected: Any) -> list[f
     paths = [path for path, _ in jax.tree.leaves_with_path(expected)]
     ulp = float(np.finfo(np.float32).eps)
     return [ulp * size if str(path[-1]) == "['loss']" else 0.0 for path in paths]
+
+
+def rounding(program: Program, whole: Any, batch: Any, expected: Any) -> list[float]:
+    """Per result, how far the plain step is from itself in float64: as far, and three
+    times as far on the other side, may the sharded one be."""
+
+    def widened(x: Any) -> Any:
+        return np.asarray(x, np.float64) if x.dtype == jnp.float32 else x
+
+    keep, step = FORMS[program.form].keep, plain_step(program)
+    with jax.enable_x64(True):
+        true = jax.jit(lambda state, batch: keep(step(state, batch)))(
+            *jax.tree.map(widened, (whole, batch))
+        )
+    return [
+        4 / MARGIN * float(np.linalg.norm(np.float64(a) - np.float64(t)))
+        if jnp.issubdtype(t.dtype, jnp.floating)
+        else 0.0
+        for a, t in zip(*map(jax.tree.leaves, (expected, true)), strict=True)
+    ]
 
 
 def rounded(x: jax.Array) -> Any:

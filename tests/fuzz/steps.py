@@ -26,7 +26,7 @@ def make_step(program: Program, operations: dict[str, Callable[..., Any]]) -> St
         env = {**named("p", params), **named("c", state["counts"]), "key": key}
         env = run_block(program.forward, {**env, **named("b", rows)}, operations)
         total = jnp.mean if program.mean else jnp.sum
-        loss = sum((total(env[name]) for name in program.losses), jnp.float32(0))
+        loss = sum((total(env[name]) for name in program.losses), 0.0)
         return loss, [env[name] for name in program.forward.outputs]
 
     wrap = {"": lambda f: f, "jit": jax.jit, "remat": jax.checkpoint}[program.wrap]
@@ -41,7 +41,8 @@ def make_step(program: Program, operations: dict[str, Callable[..., Any]]) -> St
             return jax.tree.map(jnp.add, total, (loss, grads)), aux
 
         parts = [x.reshape(program.micro, -1, *x.shape[1:]) for x in rows]
-        zero = jnp.float32(0), jax.tree.map(jnp.zeros_like, state["params"])
+        dtype = next((w.dtype for w in state["params"]), jnp.float32)
+        zero = jnp.zeros((), dtype), jax.tree.map(jnp.zeros_like, state["params"])
         (loss, grads), aux = jax.lax.scan(one, zero, parts)
         return (loss, aux), grads
 
@@ -50,7 +51,7 @@ def make_step(program: Program, operations: dict[str, Callable[..., Any]]) -> St
         (loss, aux), grads = grads_of(state, now, batch["rows"])
         pairs = zip(grads, batch.get("teacher", ()), strict=False)
         grads = [g + 0.5 * t for g, t in pairs] or grads
-        norm = jnp.sqrt(sum((jnp.vdot(g, g) for g in grads), jnp.float32(1)))
+        norm = jnp.sqrt(sum((jnp.vdot(g, g) for g in grads), 1.0))
         if program.clip:
             grads = [g / jnp.maximum(1.0, norm / 8) for g in grads]
         params, opt = update(program.optimizer, state["params"], grads, state["opt"])

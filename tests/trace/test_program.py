@@ -318,7 +318,7 @@ def test_a_loop_over_whole_microbatches_ends_in_the_backward_phase() -> None:
     def step(w, xs):
         return lax.scan(lambda w, x: (step_of_all_phases(w, x), None), w, xs)[0]
 
-    program = program_of(step, X, X[None])
+    program = program_of(step, X, jnp.stack([X, X]))
     scan = only(program, "scan")
     assert not scan.backward
     assert last_pass(scan) == Pass(BACKWARD)
