@@ -138,7 +138,7 @@ class _Run:
                 for ref, atom in zip(step.operands, node.inputs, strict=True)
             ]
             known += [self.env.get(ref) for ref in step.imports]
-            made = self.flow(step, node).part(step.bodies[0], known)
+            made = self.flow(step, node, ()).part(step.bodies[0], known)
             self.env.update(zip(step.exports, made, strict=True))
         return [self.env[ref] for ref in self.plan.exports]
 
@@ -228,7 +228,8 @@ class _Run:
             elif node.kind == "constrain":
                 results = operands  # moved already
             else:
-                results = self.flow(step, node).run(operands)
+                imports = [self.env[ref] for ref in step.imports]
+                results = self.flow(step, node, imports).run(operands)
         count = len(node.outputs)
         for value, result, sharding in zip(
             node.outputs, results[:count], step.result_shardings, strict=True
@@ -244,11 +245,11 @@ class _Run:
             self.picked.add(Ref(node.outputs[0]))
         return results
 
-    def flow(self, step: Apply, node: Node) -> ControlFlow:
+    def flow(self, step: Apply, node: Node, imports: Arrays) -> ControlFlow:
         return ControlFlow(
             node=node,
             step=step,
-            imports=[self.env[ref] for ref in step.imports],
+            imports=imports,
             axes=self.axes,
             place=self.place,
             apart=self.apart,
