@@ -61,7 +61,7 @@ def test_groups_are_those_of_the_plain_step(sizes: tuple[int, ...], integers) ->
     axes = ("replica", "data") if len(sizes) == 2 else "data"
     with jax.numpy_dtype_promotion("standard"):
         sharded = shardfn.fully_shard(
-            step, cpu_mesh(*sizes), axis=axes, min_size=0, donate=False
+            step, cpu_mesh(*sizes), axis=axes, state_argnums=0, min_size=0, donate=False
         )
         expected, got = jax.jit(step)(w, x), jax.device_get(sharded(w, x))
     close = {"rtol": 1e-4, "atol": 1e-3}
