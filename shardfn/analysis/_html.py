@@ -15,11 +15,12 @@ from typing import Any
 from shardfn._core.limits import PAGE_LEAVES, PAGE_POINTS
 from shardfn._core.moves import AllGather, AllReduce, ReduceScatter
 from shardfn._core.plan import line_names, phase_in
+from shardfn.analysis._columns import COLUMNS, checked_rows
 from shardfn.analysis._figures import Figures, StoredLeaf
 from shardfn.analysis._hlo.timeline import MATMUL, OTHER, WAIT, Span
 from shardfn.analysis._text import seconds_text, shape_text, size_text
 from shardfn.analysis.collective import Collective
-from shardfn.analysis.verification import HEADER, rows_of, totals_of
+from shardfn.analysis.verification import totals_of
 
 Round = tuple[float, float, str]
 
@@ -55,8 +56,8 @@ def page_data(report: Figures) -> dict[str, Any]:
         "memory": _memory(report),
         "parameters": _parameters(report),
         "verdict": "; ".join(totals_of(report.verification)[:3]),
-        "header": HEADER,
-        "lines": rows_of(report.verification.lines),
+        "header": [column.name for column in COLUMNS],
+        "lines": checked_rows(report.verification.lines),
         "footer": _footer(report),
     }
 

@@ -19,8 +19,7 @@ from shardfn._core.moves import AllGather, AllReduce
 from shardfn._core.plan import line_names
 from shardfn._core.sharding import Axes
 from shardfn.analysis._hlo import HloCollective, read_collectives
-from shardfn.analysis.collective import Collective
-from shardfn.analysis.verification import (
+from shardfn.analysis._line_check import (
     ALL_REDUCED,
     MERGED,
     MISSING,
@@ -31,8 +30,9 @@ from shardfn.analysis.verification import (
     UNDECIDED,
     WIDENED,
     LineCheck,
-    Verification,
 )
+from shardfn.analysis.collective import Collective
+from shardfn.analysis.verification import Verification
 
 
 @dataclass(slots=True)

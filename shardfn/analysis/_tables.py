@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from shardfn._core.control import Control
 from shardfn._core.limits import REPLICATED_SHARE
 from shardfn._core.sharding import Axes
+from shardfn.analysis._columns import plan_table
 from shardfn.analysis._replicated import Work
-from shardfn.analysis._text import join_columns, shape_text, size_text, subject
+from shardfn.analysis._text import size_text
 from shardfn.analysis.collective import Collective
-
-HEADER = ("phase", "operation", "axis", "shape", "dtype", "times", "wire", "for")
 
 
 def table(
@@ -22,34 +21,12 @@ def table(
     control: Control,
     work: Work,
 ) -> str:
-    """Rows of equal collectives are merged, their times added."""
-    merged: dict[tuple[object, ...], list[Collective]] = {}
-    for line in collectives:
-        key = (line.phase, line.op, line.axis, line.shape, line.dtype, subject(line))
-        merged.setdefault(key, []).append(line)
-    rows = [_row(lines) for lines in merged.values()]
+    """Rows of equal collectives are merged, their times added; then totals."""
     totals = _totals(collectives, axes, parameter_bytes)
     if work.share > REPLICATED_SHARE:
         totals.append(f"  {work}")
     totals += str(control).splitlines()
-    return "\n".join([join_columns(HEADER, rows, {5, 6}), "", *totals])
-
-
-def _row(lines: Sequence[Collective]) -> tuple[str, ...]:
-    first = lines[0]
-    times = (
-        "loop" if first.times is None else str(sum(line.times or 1 for line in lines))
-    )
-    return (
-        first.phase,
-        first.op,
-        first.axis,
-        shape_text(first.shape),
-        first.dtype,
-        times,
-        size_text(sum(line.total_bytes for line in lines)),
-        subject(first),
-    )
+    return "\n".join([plan_table(collectives), "", *totals])
 
 
 def _totals(

@@ -4,76 +4,17 @@ In: for every line of a plan, the collectives that the program has for it. Out: 
 lines are there as planned, which are not, and what is there that no line asks for.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shardfn.analysis._columns import checked_table
 from shardfn.analysis._hlo import HloCollective, overlapped_bytes, wire_bytes
-from shardfn.analysis._text import join_columns, shape_text, size_text, subject
-from shardfn.analysis.collective import Collective
-
-PRESENT = "present"
-NARROWED = "narrowed"
-WIDENED = "widened"
-ALL_REDUCED = "all-reduced"
-REWRITTEN = "rewritten"
-MERGED = "merged"
-SHARED = "shared"
-UNDECIDED = "undecided"
-MISSING = "missing"
-
-FAITHFUL = (PRESENT, NARROWED, SHARED)
-"""What sends what the plan says, or less."""
-
-MEANING = {
-    NARROWED: "moved in a smaller dtype",
-    WIDENED: "moved in a larger dtype",
-    ALL_REDUCED: "done as an all-reduce: each device sums, or gathers, by twice the "
-    "bytes, and keeps its part",
-    REWRITTEN: "done by another collective",
-    MERGED: "gathered once with another line, so the whole value lives in between",
-    SHARED: "gathered once with another line, as this backend merges equal gathers, "
-    "whatever keeps them apart; GPUs and TPUs do not",
-    UNDECIDED: "one of several sums that the compiler joined: they do not add up, and "
-    "which of them is missing cannot be told",
-    MISSING: "not in the compiled program, or not as often as planned",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class LineCheck:
-    """One line of the plan, and what the compiled program has for it.
-
-    Attributes:
-      line: the planned collective.
-      status: `present`, `narrowed`, `widened`, `all-reduced`, `rewritten`, `merged`,
-        `shared`, `undecided` or `missing`.
-      found: the compiled collectives for it, each `times` as often as counts for it.
-      runs: how often the compiled program runs them per step.
-    """
-
-    line: Collective
-    status: str
-    found: tuple[HloCollective, ...] = ()
-
-    @property
-    def ok(self) -> bool:
-        """Whether it sends what is planned, or less."""
-        return self.status in FAITHFUL
-
-    @property
-    def runs(self) -> int:
-        """How often a step runs it."""
-        return sum(c.times for c in self.found)
-
-    @property
-    def wire_bytes(self) -> int:
-        """Bytes that each device sends for it per step."""
-        return wire_bytes(self.found)
-
-    @property
-    def overlapped_bytes(self) -> int:
-        """The part of them that moves while a matrix product runs."""
-        return overlapped_bytes(self.found)
+from shardfn.analysis._line_check import (
+    MEANING,
+    PRESENT,
+)
+from shardfn.analysis._line_check import LineCheck as LineCheck
+from shardfn.analysis._text import size_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +71,7 @@ class Verification:
         return all(c.exact for c in (*found, *self.extra))
 
     def __str__(self) -> str:
-        return "\n".join([_table(self.lines), "", *totals_of(self)])
+        return "\n".join([checked_table(self.lines), "", *totals_of(self)])
 
     def problems(self) -> str:
         """The lines that are not as planned and what is extra, as text.
@@ -139,63 +80,9 @@ class Verification:
           A table and what its words mean; empty if all is as planned.
         """
         wrong = [c for c in self.lines if not c.ok]
-        parts = [_table(wrong)] if wrong else []
+        parts = [checked_table(wrong)] if wrong else []
         parts += [f"extra: {text}" for text in _extra(self.extra)]
         return "\n".join([*parts, *_meanings(wrong)])
-
-
-HEADER = (
-    *("status", "phase", "operation", "axis", "shape", "dtype", "times", "wire"),
-    *("overlapped", "for"),
-)
-
-
-def _table(checks: Sequence[LineCheck]) -> str:
-    return join_columns(HEADER, rows_of(checks), {6, 7, 8})
-
-
-def rows_of(checks: Sequence[LineCheck]) -> list[tuple[str, ...]]:
-    """Cells under `HEADER`; rows of equal lines are merged, as in the plan."""
-    merged: dict[tuple[object, ...], list[LineCheck]] = {}
-    for c in checks:
-        line = c.line
-        what = line.phase, line.op, line.axis, line.shape, line.dtype, subject(line)
-        merged.setdefault((*what, c.status), []).append(c)
-    return [_row(group) for group in merged.values()]
-
-
-def _row(group: Sequence[LineCheck]) -> tuple[str, ...]:
-    line, sent = group[0].line, sum(c.wire_bytes for c in group)
-    planned, runs = _times(group), sum(c.runs for c in group)
-    missing = group[0].status in (MERGED, SHARED, UNDECIDED, MISSING)
-    hidden = sum(c.overlapped_bytes for c in group)
-    return (
-        group[0].status,
-        line.phase,
-        _change(line.op, {c.op for c in _found(group)}),
-        line.axis,
-        shape_text(line.shape),
-        _change(line.dtype, {c.dtype for c in _found(group)}),
-        f"{runs} of {planned}" if missing else planned,
-        size_text(sent),
-        f"{hidden / sent:.0%}" if sent else "",
-        subject(line),
-    )
-
-
-def _times(group: Sequence[LineCheck]) -> str:
-    times = [c.line.times for c in group]
-    return "loop" if None in times else str(sum(t or 0 for t in times))
-
-
-def _found(group: Sequence[LineCheck]) -> list[HloCollective]:
-    return [c for check in group for c in check.found]
-
-
-def _change(planned: str, found: Iterable[str]) -> str:
-    """`float32`, or `bfloat16->float32` where the program has another one."""
-    others = sorted(set(found) - {planned})
-    return "->".join([planned, *others[:1]])
 
 
 def _extra(extra: Sequence[HloCollective]) -> list[str]:

@@ -1,0 +1,74 @@
+"""One line of a plan, and what the compiled program has for it.
+
+In: a planned collective, and the collectives found for it. Out: a status with a
+meaning, and the bytes that are sent for it.
+"""
+
+from dataclasses import dataclass
+
+from shardfn.analysis._hlo import HloCollective, overlapped_bytes, wire_bytes
+from shardfn.analysis.collective import Collective
+
+PRESENT = "present"
+NARROWED = "narrowed"
+WIDENED = "widened"
+ALL_REDUCED = "all-reduced"
+REWRITTEN = "rewritten"
+MERGED = "merged"
+SHARED = "shared"
+UNDECIDED = "undecided"
+MISSING = "missing"
+
+FAITHFUL = (PRESENT, NARROWED, SHARED)
+"""What sends what the plan says, or less."""
+
+MEANING = {
+    NARROWED: "moved in a smaller dtype",
+    WIDENED: "moved in a larger dtype",
+    ALL_REDUCED: "done as an all-reduce: each device sums, or gathers, by twice the "
+    "bytes, and keeps its part",
+    REWRITTEN: "done by another collective",
+    MERGED: "gathered once with another line, so the whole value lives in between",
+    SHARED: "gathered once with another line, as this backend merges equal gathers, "
+    "whatever keeps them apart; GPUs and TPUs do not",
+    UNDECIDED: "one of several sums that the compiler joined: they do not add up, and "
+    "which of them is missing cannot be told",
+    MISSING: "not in the compiled program, or not as often as planned",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LineCheck:
+    """One line of the plan, and what the compiled program has for it.
+
+    Attributes:
+      line: the planned collective.
+      status: `present`, `narrowed`, `widened`, `all-reduced`, `rewritten`, `merged`,
+        `shared`, `undecided` or `missing`.
+      found: the compiled collectives for it, each `times` as often as counts for it.
+      runs: how often the compiled program runs them per step.
+    """
+
+    line: Collective
+    status: str
+    found: tuple[HloCollective, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether it sends what is planned, or less."""
+        return self.status in FAITHFUL
+
+    @property
+    def runs(self) -> int:
+        """How often a step runs it."""
+        return sum(c.times for c in self.found)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that each device sends for it per step."""
+        return wire_bytes(self.found)
+
+    @property
+    def overlapped_bytes(self) -> int:
+        """The part of them that moves while a matrix product runs."""
+        return overlapped_bytes(self.found)
