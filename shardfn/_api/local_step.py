@@ -66,7 +66,7 @@ class LocalStep(Generic[P, R]):
     plain: PlainStep
     names: tuple[str, ...]
     options: Mapping[str, Any]
-    _shapes: dict[tuple[Any, Shapes], list[Shapes]] = field(
+    _shapes: dict[tuple[Any, ...], list[Shapes]] = field(
         default_factory=dict, repr=False
     )
     _bound: Kept = field(default_factory=dict, repr=False)
@@ -116,7 +116,7 @@ class LocalStep(Generic[P, R]):
         """
         axes = self._axes()
         states, batch = self.plain.divide(args, named)
-        leaves, treedef = self._logical(states)
+        leaves, treedef = self._logical(states, axes)
         stored = self._partition(leaves, axes)
         local, batch_tree = leaves_of(batch, "batch")
         batch_leaves, split = self._global_batch(batch, local, axes, (leaves, treedef))
@@ -171,8 +171,9 @@ class LocalStep(Generic[P, R]):
         Returns:
           The same pytree with every leaf whole.
         """
-        leaves, treedef = self._logical((state,))
-        return self._moved(state, leaves, treedef, self._axes(), to_whole=True)
+        axes = self._axes()
+        leaves, treedef = self._logical((state,), axes)
+        return self._moved(state, leaves, treedef, axes, to_whole=True)
 
     @names_step
     def specs(self, state: Any, mesh: Mesh) -> Any:
@@ -219,17 +220,19 @@ class LocalStep(Generic[P, R]):
             local_shape(leaf.aval.shape, s, axes)
             for leaf, s in zip(leaves, self._partition(leaves, axes), strict=True)
         )
-        entry = self._shapes.setdefault((treedef, local), [])
+        entry = self._shapes.setdefault((treedef, local, axes.names, axes.sizes), [])
         shapes = tuple(leaf.aval.shape for leaf in leaves)
         if shapes not in entry:
             entry.append(shapes)
         return tuple(leaves), treedef
 
-    def _logical(self, states: tuple[Any, ...]) -> tuple[tuple[Leaf, ...], Any]:
+    def _logical(
+        self, states: tuple[Any, ...], axes: Axes
+    ) -> tuple[tuple[Leaf, ...], Any]:
         """The leaves of local states, on global shapes."""
         leaves, treedef = leaves_of(states, "state")
         local = tuple(leaf.aval.shape for leaf in leaves)
-        known = self._shapes.get((treedef, local), [])
+        known = self._shapes.get((treedef, local, axes.names, axes.sizes), [])
         if len(known) > 1:
             raise ShardingError(
                 f"the state could be one with leaves of shapes {list(known[0])} or "

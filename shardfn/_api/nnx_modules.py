@@ -25,6 +25,7 @@ from shardfn._core.call_arguments import (
     rejoined,
     without,
 )
+from shardfn._core.errors import ShardingError, called, listed, step_name
 from shardfn._core.optional import flax_nnx
 from shardfn.storage._shared_variables import shared
 
@@ -93,6 +94,21 @@ class Call:
     def pure(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """The step as a function of variables, which returns them first."""
         return pure(step, self.positions, tuple(self.modules))
+
+    def check_others(self) -> None:
+        """Raises if a module or a variable is inside another argument: what the step
+        does to it would be lost."""
+        nnx: Any = flax_nnx()
+        kinds = (nnx.Pytree, nnx.Variable)
+        found = jax.tree.leaves(self.others, is_leaf=lambda x: isinstance(x, kinds))
+        inside = [type(x).__name__ for x in found if isinstance(x, kinds)]
+        if inside:
+            raise ShardingError(
+                f"{step_name()} updates modules in place, and another argument holds "
+                f"{listed(list(dict.fromkeys(inside)))}.\n{called()}"
+                "Pass each module, optimizer, metric and set of keys as an argument of "
+                "its own."
+            )
 
     def comes_back(self, out: Any) -> bool:
         """Whether a step is a function of pytrees: it returns all of its modules, or

@@ -99,9 +99,11 @@ class PlainStep:
             return StateArguments(self.state_argnums, by_hand=True)
         treedef = jax.tree.structure(args)
         if treedef not in self.found:
-            if axes is None:
-                return StateArguments()
-            self.found[treedef] = self._find(args, axes, mesh)
+            found = None if axes is None else self._find(args, axes, mesh)
+            if found is None:  # whatever is wrong with this call is that of no other
+                notes = () if axes is None or _take_avals(args) else (_CLOSED,)
+                return StateArguments(notes=notes, hints=notes)
+            self.found[treedef] = found
         return self.found[treedef]
 
     def divide(
@@ -183,13 +185,13 @@ class PlainStep:
         args: tuple[Any, ...],
         axes: Axes,
         mesh: jax.sharding.AbstractMesh | None,
-    ) -> StateArguments:
-        """Traces the step to find which arguments come back. Where it cannot be traced,
-        the first is taken for the state, and planning says what is wrong."""
+    ) -> StateArguments | None:
+        """Traces the step to find which arguments come back. None where it cannot be
+        traced: the first is taken for the state then, and planning says what is
+        wrong."""
         found = self.traced(args, axes, mesh)
         if found is None:
-            notes = () if _take_avals(args) else (_CLOSED,)
-            return StateArguments(notes=notes, hints=notes)
+            return None
         avals, made = found
         given = by_place(avals)
         names = {

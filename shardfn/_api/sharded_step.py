@@ -22,7 +22,7 @@ from shardfn._api.planner import describe
 from shardfn._api.state_methods import StateMethods, is_traced
 from shardfn._api.static_arguments import advises_binding
 from shardfn._core import compat, processes
-from shardfn._core.call_arguments import Named, Rest
+from shardfn._core.call_arguments import Named, Rest, StateArguments
 from shardfn._core.errors import (
     ShardingError,
     VerificationWarning,
@@ -69,8 +69,8 @@ class ShardedStep(StateMethods, Generic[P, R]):
     )
     _bound: Kept = field(default_factory=dict, repr=False)
     _owner: Any = None
-    _in_place: dict[Any, "ShardedStep[..., Any] | None"] = field(
-        default_factory=dict, repr=False
+    _in_place: Recent[Any, "ShardedStep[..., Any] | None"] = field(
+        default_factory=lambda: Recent(BATCH_KINDS), repr=False
     )
 
     @overload
@@ -109,7 +109,7 @@ class ShardedStep(StateMethods, Generic[P, R]):
         )
         modules = (
             f"updates {', '.join(names)} in place"
-            for (_, names), step in self._in_place.items()
+            for (_, names, _), step in self._in_place.items()
             if step is not None
         )
         known = dict.fromkeys((f"{name} over {over}", *found, *modules, *unused))
@@ -185,7 +185,7 @@ class ShardedStep(StateMethods, Generic[P, R]):
         Returns:
           The lowered step, ready for `.compile()`.
         """
-        step, args, named = self._pure(args, named)
+        step, args, named = self.as_pure(args, named)
         return step.programs.traced(*step._divide(args, named)).lower()
 
     @names_step
@@ -200,7 +200,7 @@ class ShardedStep(StateMethods, Generic[P, R]):
         Returns:
           A frozen plan; print it, compare it, or read its fields.
         """
-        step, args, named = self._pure(args, named)
+        step, args, named = self.as_pure(args, named)
         states, batch = step._divide(args, named)
         leaves, treedef = self.storage.leaves(states)
         return describe(step.programs.planned(leaves, treedef, batch))
@@ -251,7 +251,7 @@ class ShardedStep(StateMethods, Generic[P, R]):
             mesh_shape = sizes
         progress("describing devices")
         there = targets.mesh(target, names, mesh_shape)
-        step, args, named = self._pure(args, named)
+        step, args, named = self.as_pure(args, named)
         states, batch = step._divide(args, named)
         leaves, treedef = self.storage.leaves(states)
         batch_leaves, batch_tree = self.storage.batch_leaves(batch)
@@ -275,11 +275,30 @@ class ShardedStep(StateMethods, Generic[P, R]):
         axes, mesh = self.storage.axes, self.storage.given.abstract_mesh
         return self.plain.divide(args, named, axes, mesh)
 
-    def _pure(
+    def meaning_of(self, *args: Any) -> StateArguments:
+        """Which of a call's arguments are state, and where they come back.
+
+        Args:
+          *args: the step's arguments, whole or stored.
+
+        Returns:
+          What they mean, by position.
+        """
+        return self._divide(args, {})[1].meaning
+
+    def as_pure(
         self, args: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple["ShardedStep[..., Any]", tuple[Any, ...], dict[str, Any]]:
         """The step and its arguments, with variables in place of modules that it
-        updates in place."""
+        updates in place.
+
+        Args:
+          args: the step's arguments by position.
+          named: those passed by name.
+
+        Returns:
+          A step that is a pure function, and the same arguments for it.
+        """
         if has_modules(args, named) and (found := self._modules(args, named)):
             step, call = found
             return step, *call.arguments
@@ -291,26 +310,31 @@ class ShardedStep(StateMethods, Generic[P, R]):
         """For a call with modules of nnx: the step on their variables, and the call;
         None if the step returns the modules, as a function of pytrees does."""
         call = call_of(self.plain.step, args, named)
-        key = call.positions, tuple(call.modules)
-        if key not in self._in_place:
-            self._in_place[key] = self._on_variables(call)
-        step = self._in_place[key]
+        key = call.positions, tuple(call.modules), jax.tree.structure((args, named))
+        if key not in self._in_place and self.plain.state_argnums is None:
+            found = self._on_variables(call)
+            if found is None:  # whatever is wrong with this call is that of no other
+                return None
+            self._in_place[key] = found[0]
+        step = self._in_place.get(key)
         return None if step is None else (step, call)
 
-    def _on_variables(self, call: Call) -> "ShardedStep[..., Any] | None":
-        if self.plain.state_argnums is not None:
-            return None
+    def _on_variables(self, call: Call) -> tuple["ShardedStep[..., Any] | None"] | None:
+        """The step on the variables, if it updates them in place; None where it cannot
+        be traced."""
         plain = replace(self.plain.of(call.pure(self.plain.step)), state_argnums=(0,))
         positional, named = call.arguments
         given = (*positional, Named(named)) if named else positional
         axes, mesh = self.storage.axes, self.storage.given.abstract_mesh
         traced = plain.traced(given, axes, mesh)
-        if traced is None or call.comes_back(traced[1].out):
+        if traced is None:
             return None
+        if call.comes_back(traced[1].out):
+            return (None,)
+        call.check_others()
         of = self.programs
-        return ShardedStep(
-            Programs(plain, of.storage, of.donate, of.asked), self.verify
-        )
+        programs = Programs(plain, of.storage, of.donate, of.asked)
+        return (ShardedStep(programs, self.verify),)
 
     def _prepare(
         self, states: tuple[Any, ...], batch: Rest

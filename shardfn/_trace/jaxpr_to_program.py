@@ -264,7 +264,7 @@ class _Values:
         if isinstance(atom, int):
             return ZERO if atom in self.zeros else VALUE
         value = np.asarray(atom.val)
-        return ZERO if value.ndim == 0 and bool(value == 0) else LITERAL
+        return ZERO if value.ndim == 0 and _is_zero(value) else LITERAL
 
     def makes_zeros(self, eqn: Any, operands: tuple[Atom, ...]) -> bool:
         passes_on = ("broadcast_in_dim", "convert_element_type", "reshape", "copy")
@@ -307,3 +307,9 @@ def _control_flow(eqn: Any) -> tuple[str, list[Any], tuple[Region, ...]]:
     if eqn.primitive.name == "optimization_barrier":
         return "barrier", [], ()
     return "constrain" if eqn.primitive is constrain_p else "op", [], ()
+
+
+def _is_zero(value: np.ndarray) -> bool:
+    """Whether a scalar is zero, not minus zero: another one takes its place."""
+    parts = [float(np.real(value)), float(np.imag(value))]
+    return parts == [0, 0] and not np.signbit(parts).any()

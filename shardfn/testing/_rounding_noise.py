@@ -6,7 +6,7 @@ rounded in another way. Where a true gradient is zero, or an update takes only i
 that change is as large as the leaf.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,8 +23,8 @@ Noise = Mapping[str, float]
 
 def noise(
     step: Callable[..., Any],
-    state: Any,
-    batch: tuple[Any, ...],
+    args: Sequence[Any],
+    after: Callable[[Sequence[Any], Any], Sequence[Any]],
     steps: int,
     choose: Callable[[Any], Any],
     expected: Snapshot,
@@ -33,8 +33,8 @@ def noise(
 
     Args:
       step: the plain step; compiled once for all trials if it is jitted.
-      state: the state before the first step.
-      batch: its other arguments, the same for all steps.
+      args: its arguments in the first step.
+      after: the next step's, of those of a step and what it returned.
       steps: how many steps to run.
       choose: what to compare of the last step's results.
       expected: the same of the run without other rounding.
@@ -43,14 +43,13 @@ def noise(
       The largest relative change of each floating-point leaf.
     """
     moved: dict[str, float] = {}
-    step = casting_otherwise(step, (state, *batch))
+    step = casting_otherwise(step, tuple(args))
     for seed in range(ROUNDING_TRIALS):
         rng = np.random.default_rng(seed)
-        now, *others = rounded_otherwise((state, *batch), rng)
-        out: Any = None
+        now, out = rounded_otherwise(tuple(args), rng), None
         for _ in range(steps):
-            out = step(now, *others)
-            now = out[0]
+            out = step(*now)
+            now = after(now, out)
         found = snapshot(choose(out))
         for (path, a), (_, b) in zip(expected.leaves, found.leaves, strict=True):
             if jnp.issubdtype(a.value.dtype, jnp.inexact):

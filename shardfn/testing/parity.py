@@ -22,6 +22,7 @@ from shardfn._core.errors import call_site
 from shardfn._core.limits import DECIDED_BY_ROUNDING, ROUNDING_FACTOR, SHOWN_LEAVES
 from shardfn._core.sharding import show
 from shardfn.testing._compare import Snapshot, differences, snapshot
+from shardfn.testing._next_arguments import NextArguments
 from shardfn.testing._rounding_noise import Noise, noise
 
 
@@ -53,9 +54,12 @@ def assert_parity(
     most are decided so, the assertion fails.
 
     Args:
-      step: pure function `(state, *batch) -> (state, ...)` for one device.
+      step: pure function `(state, *batch) -> (state, ...)` for one device, or any other
+        that `fully_shard` takes: all of its states, and caches of the batch, go on from
+        step to step.
       mesh: mesh of the devices to shard over.
-      state: the whole state, on the host or on any device; it is left as it is.
+      state: its first argument, such as the whole state, on the host or on any device;
+        it is left as it is.
       *batch: the step's other arguments, of global shapes.
       steps: number of steps, each compared, all on the same batch.
       tol: largest norm of the difference of a floating-point leaf, relative to the
@@ -90,33 +94,35 @@ def assert_parity(
     _check_names(options)
     check_step(step, "assert_parity")
     given: Options = {"min_size": 0, **options}
-    sharded = fully_shard(step, mesh, **given)
-    plain = jax.jit(step)
-    start, stored = state, sharded.shard(state)
+    sharded, start, _ = fully_shard(step, mesh, **given).as_pure((state, *batch), {})
+    plain = jax.jit(sharded.plain.step)
+    then = _next_arguments(sharded, start)
+    stored = sharded.shard(then.given(start))
     where = f"{getattr(step, '__name__', 'the step')} over {dict(mesh.shape)}"
     _assert_is_split(sharded, stored, where)
+    args, there = list(start), then.with_states(start, stored)
     decided: dict[str, float] = {}
     for k in range(steps):
-        state, *expected = plain(state, *batch)
-        stored, *got = sharded(stored, *batch)
+        expected, got = plain(*args), sharded(*there)
+        args, there = then.after(args, expected), then.after(there, got)
         at = f"{where}, step {k + 1}"
-        by_rounding = functools.partial(noise, plain, start, batch, k + 1)
+        by_rounding = functools.partial(noise, plain, start, then.after, k + 1)
         decided |= _assert_same(
-            snapshot(_one(expected)),
-            snapshot(_one(got)),
+            snapshot(then.others(expected)),
+            snapshot(then.others(got)),
             f"{at}, results",
             tol=tol,
-            moved=functools.partial(by_rounding, lambda out: _one(list(out[1:]))),
+            moved=functools.partial(by_rounding, then.others),
         )
         decided |= _assert_same(
-            snapshot(state),
-            snapshot(sharded.unshard(stored)),
+            snapshot(then.states(expected)),
+            snapshot(sharded.unshard(then.states(got))),
             f"{at}, state",
             tol=tol,
             ignore=ignore,
             weak_types=False,
-            stored=_how_stored(sharded, stored),
-            moved=functools.partial(by_rounding, lambda out: out[0]),
+            stored=_how_stored(sharded, then.states(got)),
+            moved=functools.partial(by_rounding, then.states),
         )
     if decided:
         _warn(where, decided)
@@ -266,8 +272,10 @@ def _check_names(options: Mapping[str, Any]) -> None:
             )
 
 
-def _one(results: list[Any]) -> Any:
-    return results[0] if len(results) == 1 else results
+def _next_arguments(step: ShardedStep, args: Sequence[Any]) -> NextArguments:
+    meaning = step.meaning_of(*args)
+    names = tuple(step.plain.name(place) for place in meaning.arguments)
+    return NextArguments(meaning, names)
 
 
 def _how_stored(step: ShardedStep, state: Any) -> dict[str, str]:

@@ -11,10 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import DictKey
 from sharded_and_plain import make_mesh
 
 import shardfn
 from shardfn.testing import assert_parity, assert_same
+from shardfn.testing._next_arguments import NextArguments
 from shardfn.testing._rounding_noise import rounded_otherwise
 
 X = np.random.default_rng(0).standard_normal((16, 7), dtype=np.float32)
@@ -286,3 +288,30 @@ def test_not_a_number_equals_itself() -> None:
     assert_same(x, x.copy(), "here", tol=0.0)
     with pytest.raises(AssertionError, match=r"not finite|relative error"):
         assert_same(x, -x, "here")
+
+
+def with_momentum(params, momentum, x):
+    """The second step moves by what the first one left behind."""
+    loss, grad = jax.value_and_grad(lambda w: jnp.square(x @ w - 1).mean())(params)
+    momentum = {"m": 0.9 * momentum["m"] + grad, "count": momentum["count"] + 1}
+    return params - 0.1 * momentum["m"], momentum, loss
+
+
+@pytest.mark.parametrize("form", ["state first", "loss first"])
+def test_all_that_comes_back_goes_on(form: str, monkeypatch) -> None:
+    """Only the first argument did: the others began anew in every step."""
+    steps = {
+        "state first": with_momentum,
+        "loss first": lambda p, m, x: with_momentum(p, m, x)[::-1],
+    }
+    w, moments = jnp.ones((7, 24)), {"m": jnp.zeros((7, 24)), "count": jnp.int32(0)}
+    seen, after = [], NextArguments.after
+
+    def watched(self, args, out):
+        leaves = jax.tree.leaves_with_path(out)
+        seen.extend(int(x) for path, x in leaves if DictKey("count") in path)
+        return after(self, args, out)
+
+    monkeypatch.setattr(NextArguments, "after", watched)
+    assert_parity(steps[form], make_mesh("8"), w, moments, X, steps=3)
+    assert seen == [1, 1, 2, 2, 3, 3]
