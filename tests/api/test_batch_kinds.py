@@ -34,7 +34,7 @@ def test_what_is_kept_for_shapes_of_batches_is_bounded() -> None:
     mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
     run = shardfn.fully_shard(step, mesh, min_size=0, donate=False, state_argnums=0)
     caches = caches_of(run)
-    assert len(caches) == 7
+    assert len(caches) == 8
     assert {cache.limit for cache in caches.values()} == {BATCH_KINDS}
     for cache in caches.values():
         cache.limit = 3
@@ -54,6 +54,7 @@ def test_what_is_kept_for_shapes_of_batches_is_bounded() -> None:
     assert {name: len(cache) for name, cache in caches.items()} == {
         "step._ready": 3,
         "step._divisions": 1,
+        "step._in_place": 0,
         "step._checked": 3,
         "programs._jitted": 3,
         "plain.plans": 3,

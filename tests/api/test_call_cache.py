@@ -178,3 +178,28 @@ def test_a_batch_that_stays_is_not_looked_at_again(monkeypatch) -> None:
     assert counts[1:] == [counts[1]] * 3
     step([jax.device_put(w, w.sharding) for w in state[:-1]] + [x], jnp.ones(8))
     assert len(looked) > counts[-1]
+
+
+def test_a_call_that_fails_decides_nothing() -> None:
+    """The optimizer's state was taken for batch from then on."""
+
+    def step(params, opt, x):
+        grad = jax.grad(lambda w: jnp.sum((x @ w) ** 2))(params["w"])
+        moment = 0.5 * opt["m"] + grad
+        return {"w": params["w"] - moment}, {"m": moment}, jnp.sum(x)
+
+    sharded = shardfn.fully_shard(step, cpu_mesh(8), min_size=0)
+    args = {"w": jnp.ones((4, 16))}, {"m": jnp.zeros((4, 16))}
+    with pytest.raises((TypeError, shardfn.ShardingError)):
+        sharded(*args, np.ones((16, 5), np.float32))
+    sharded(*args, X)
+    assert "argument 1 ('opt')" in repr(sharded)
+
+
+def test_minus_zero_is_no_zero() -> None:
+    step = shardfn.fully_shard(
+        lambda s, x: (s, 1 / jnp.pad(x[1:15], ((1, 1), (0, 0)), constant_values=-0.0)),
+        cpu_mesh(8),
+    )
+    _, got = step(jnp.ones(()), X)
+    assert got[0, 0] == got[15, 0] == -np.inf

@@ -203,3 +203,17 @@ def test_a_tied_model_is_made_in_shards_by_its_variables() -> None:
     assert not ours[0].first.kernel.get_value().sharding.is_fully_replicated
     assert ours[0].last.kernel is ours[0].first.kernel
     assert_like(ours, make(Tied))
+
+
+def test_a_module_inside_another_argument_is_refused() -> None:
+    """What the step did to it was lost: Adam began anew in every step."""
+    model = nnx.Linear(16, 24, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+    def step(model, others, x):
+        grads = nnx.grad(lambda m: jnp.mean(m(x) ** 2))(model)
+        others["optimizer"].update(model, grads)
+
+    sharded = shardfn.fully_shard(step, MESH, min_size=0)
+    with pytest.raises(shardfn.ShardingError, match="another argument holds 'Optim"):
+        sharded(model, {"optimizer": optimizer}, jnp.ones((8, 16)))
