@@ -43,7 +43,8 @@ def good(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("harm", [flip, clear])
 def test_no_wrong_value_is_read(harm, good) -> None:
     found = outcomes(good, harm, 12)
-    assert set(found) == {"found", "changed nothing"}, found
+    # Files have other names in every run, so which ones are harmed is not the same.
+    assert found["found"] and set(found) <= {"found", "changed nothing"}, found
 
 
 @pytest.mark.parametrize("devices", [8, 3, None])
