@@ -16,8 +16,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
 from shardfn._core import compat
-
-Atom = int | Literal
+from shardfn._core.program import Atom
 
 # Of the dimension numbers of a gather and of a scatter: operand dimensions left out of
 # the result, those that the indices count in, and the batching ones of both.

@@ -12,13 +12,13 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn
 
 from shardfn._core import compat
 from shardfn._core.op_sharding_rule import OpShardingRule
+from shardfn._core.program import Atom
 from shardfn._trace.row_shifts import Piece, Pieces, cuts, join, shaped, slice_rows
 
-Atom = int | Literal
 Rewritten = tuple[Any, tuple[Atom, ...]]
 Cut = tuple[int, int, int]
 """Dimension, start and size."""

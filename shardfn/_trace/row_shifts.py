@@ -12,12 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn
 
 from shardfn._core import compat
+from shardfn._core.program import Atom
 from shardfn._core.shift import shift
-
-Atom = int | Literal
 
 
 @dataclass(frozen=True, slots=True)

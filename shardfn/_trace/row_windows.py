@@ -12,16 +12,16 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
+from jax.extend.core import JaxprEqn, jaxprs_in_params
 
 from shardfn._core import compat
 from shardfn._core.op_sharding_rule import OpShardingRule
+from shardfn._core.program import Atom
 from shardfn._trace.dim_marks import FIXED, ROWS, Marks
 from shardfn._trace.op_on_all_rows import DependsOnPlace, Given, Site, site_of
 from shardfn._trace.row_cuts import RowCuts, apart
 from shardfn._trace.row_shifts import Piece, Pieces, cuts, join, shaped
 
-Atom = int | Literal
 Rewritten = tuple[Any, tuple[Atom, ...]]
 
 

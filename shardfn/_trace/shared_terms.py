@@ -13,11 +13,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn
 
 from shardfn._core import compat
-
-Atom = int | Literal
+from shardfn._core.program import Atom
 
 
 @dataclass(slots=True)

@@ -16,8 +16,7 @@ from jax.extend.core import JaxprEqn, Literal
 
 from shardfn._core import compat
 from shardfn._core.op_sharding_rule import OpShardingRule
-
-Atom = int | Literal
+from shardfn._core.program import Atom
 
 _REDUCED = ("reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or")
 

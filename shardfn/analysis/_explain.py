@@ -34,7 +34,7 @@ Operation = tuple[Node, tuple[tuple[str, int], ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class StoredLeaf:
+class LeafLayout:
     """How one leaf of the state is stored.
 
     Attributes:
@@ -188,7 +188,7 @@ def _note_text(note: Note) -> str:
 
 def explain(
     pattern: str,
-    leaves: Sequence[StoredLeaf],
+    leaves: Sequence[LeafLayout],
     collectives: Sequence[Collective],
     operations: Sequence[Operation],
     axes: Axes,
@@ -222,7 +222,7 @@ def _staying(
         yield "\n".join([f"{place}: {moves}", *texts])
 
 
-def _leaf_text(leaf: StoredLeaf, collectives: Sequence[Collective]) -> str:
+def _leaf_text(leaf: LeafLayout, collectives: Sequence[Collective]) -> str:
     moves = [
         line for line in collectives if any(leaf.name in w.names for w in line.why)
     ]
@@ -262,7 +262,7 @@ def _names(pattern: str, place: str) -> bool:
 
 
 def _refuse(
-    pattern: str, leaves: Sequence[StoredLeaf], collectives: Sequence[Collective]
+    pattern: str, leaves: Sequence[LeafLayout], collectives: Sequence[Collective]
 ) -> NoReturn:
     lines = dict.fromkeys(line.place.split(" ")[0] for line in collectives)
     at = f" Collectives are at {', '.join(lines)}." if lines else ""

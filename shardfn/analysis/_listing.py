@@ -28,7 +28,7 @@ from shardfn._core.plan import (
 )
 from shardfn._core.program import Node, Program
 from shardfn._core.sharding import Axes, Sharding, Split
-from shardfn.analysis._explain import Operation, StoredLeaf, Why
+from shardfn.analysis._explain import LeafLayout, Operation, Why
 from shardfn.analysis._replicated import work_of
 from shardfn.analysis.collective import Collective
 from shardfn.analysis.plan import Plan
@@ -82,7 +82,7 @@ def make_plan(
         notes=notes,
         operations=tuple(_operations(program, body)),
         leaves=tuple(
-            StoredLeaf(
+            LeafLayout(
                 leaf_name(leaf.path),
                 tuple(leaf.aval.shape),
                 str(leaf.aval.dtype),

@@ -12,7 +12,7 @@ from shardfn._core import compat
 from shardfn._core.control import Control
 from shardfn._core.plan import BodyPlan
 from shardfn._core.sharding import Axes
-from shardfn.analysis._explain import Operation, StoredLeaf, explain
+from shardfn.analysis._explain import LeafLayout, Operation, explain
 from shardfn.analysis._match import verify
 from shardfn.analysis._replicated import Work
 from shardfn.analysis._tables import table
@@ -46,7 +46,7 @@ class Plan:
     control: Control = Control()
     work: Work = Work()
     notes: tuple[str, ...] = field(default=(), compare=False)
-    leaves: tuple[StoredLeaf, ...] = field(default=(), compare=False, repr=False)
+    leaves: tuple[LeafLayout, ...] = field(default=(), compare=False, repr=False)
     operations: tuple[Operation, ...] = field(default=(), compare=False, repr=False)
 
     @property

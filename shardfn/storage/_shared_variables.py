@@ -21,7 +21,8 @@ def shared(tree: Any) -> list[str]:
     each = nnx.split(tree, graph=True)[1]
     if len(jax.tree.leaves(each)) == len(jax.tree.leaves(tree)):
         return []
-    return ["/".join(map(str, path)) for path in nnx.find_duplicates(tree)[0]]
+    found = nnx.find_duplicates(tree)  # none where arrays lie beside modules
+    return ["/".join(map(str, path)) for path in found[0]] if found else []
 
 
 def refuse_shared(states: tuple[Any, ...]) -> None:
