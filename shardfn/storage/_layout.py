@@ -40,6 +40,8 @@ FLATTENED = (
     f"{PADDING_SHARE:.0%} (limits.PADDING_SHARE)"
 )
 
+NO_SECOND = "it is not split over {} too: no other dimension divides by {}"
+
 
 def partition(
     paths: Sequence[tuple[Any, ...]],
@@ -131,16 +133,22 @@ def _leaf_sharding(
     over = [axes.stored] if asked is None else [axes.names.index(n) for n in asked]
     sharding, shape, size = axes.replicated, leaf.shape, math.prod(leaf.shape)
     taken = {dim for dim, names in enumerate(auto) if names}
-    why: list[Why] = [] if asked is None else [(f"shard={asked} asks for it", ())]
+    why: list[Why] = (
+        [] if asked is None else [("shard={} asks for it", (asked or False,))]
+    )
     for axis in sorted(over, reverse=True):
         count = axes.sizes[axis]
         if count == 1 or size < max(min_size, count) or compat.is_key(leaf.dtype):
             why.append(_too_small(size, min_size, count))
             continue
         dim, chosen = _choose_dim(shape, count, stacked, frozenset(taken))
-        why.append(chosen)
         is_first = sharding == axes.replicated
-        if dim is None or is_flat(sharding) or (not is_first and shape[dim] % count):
+        if dim is not None and (
+            is_flat(sharding) or (not is_first and shape[dim] % count)
+        ):
+            chosen, dim = (NO_SECOND, (axes.names[axis], count)), None
+        why.append(chosen)
+        if dim is None:
             continue
         sharding = on_axis(sharding, axis, Split(dim, stored=True))
         taken.add(dim)

@@ -225,7 +225,7 @@ REASONS = {
         descend,
         {"shard": {"in": False}},
         "in",
-        r"whole on every device\n  shard=\(\) asks for it",
+        r"whole on every device\n  shard=False asks for it",
     ),
 }
 

@@ -83,6 +83,8 @@ REPLACED: dict[str, Callable[[], Any]] = {"key": lambda: 0}
 
 # Those whose arguments do not follow from the names of their parameters.
 MADE: dict[str, Callable[[Make], optax.GradientTransformation]] = {
+    # Without a rate it moves a scalar by its own size: what is left is rounding.
+    "adafactor": lambda make: make(RATE),
     "chain": lambda make: make(optax.clip(0.1), optax.adam(RATE)),
     "inject_hyperparams": lambda make: make(optax.adamw)(
         learning_rate=optax.linear_schedule(0.1, 0.01, 5)
