@@ -33,7 +33,7 @@ from shardfn._core.errors import (
 from shardfn._core.limits import BATCH_KINDS
 from shardfn._core.recent import Recent
 from shardfn._lowering.planned_program import Planned
-from shardfn._trace.trace_step import leaked_tracer
+from shardfn._trace.purity import leaked_tracer
 from shardfn.analysis import targets
 from shardfn.analysis._program_hash import listing_of
 from shardfn.analysis.plan import Plan

@@ -14,15 +14,14 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Literal
 
-from shardfn._core import compat, regions
-from shardfn._core.constraint import constrain_p
+from shardfn._core import compat
 from shardfn._core.equation_key import equation_key
 from shardfn._core.op_sharding_rule import OpShardingRule
 from shardfn._core.program import LITERAL, VALUE, ZERO, Atom, Node, Program, live
-from shardfn._core.regions import Region
 from shardfn._core.rule_registry import rule_of
 from shardfn._trace.dim_marks import Marking, Marks, has_rows, marks_of
 from shardfn._trace.iota_indexing import Counts
+from shardfn._trace.node_kinds import kind_of, may_merge
 from shardfn._trace.passes import Argument, mark_passes
 from shardfn._trace.row_shifts import Pieces
 from shardfn._trace.row_windows import Windows, cuts_most
@@ -205,7 +204,7 @@ class _Values:
     ) -> tuple[int, ...]:
         eqn_key, comparable = self.builder.eqn_key(eqn, operands)
         key = None
-        if comparable and _may_merge(eqn):
+        if comparable and may_merge(eqn):
             key = (
                 id(eqn_key),
                 *(self.same.get(a, a) for a in operands if isinstance(a, int)),
@@ -213,7 +212,7 @@ class _Values:
         equal = self.seen.get(key) if key is not None else None
         if equal is not None and any(isinstance(atom, int) for atom in operands):
             return equal
-        kind, jaxprs, layout = _control_flow(eqn)
+        kind, jaxprs, layout = kind_of(eqn)
         bodies = tuple(self.builder.build(jaxpr, eqn) for jaxpr in jaxprs)
         outputs = tuple(self.new(v.aval) for v in eqn.outvars)
         rule = self.builder.rule(eqn, eqn_key) if kind == "op" else None
@@ -271,42 +270,6 @@ class _Values:
         if eqn.primitive.name not in passes_on or not operands:
             return False
         return self.kind(operands[0]) == ZERO
-
-
-def _may_merge(eqn: Any) -> bool:
-    """Whether one of several equal equations can stand for all."""
-    if eqn.effects or eqn.primitive.name in ("optimization_barrier", "name"):
-        return False
-    return not any(
-        hasattr(p, "eqns") or hasattr(p, "jaxpr") for p in eqn.params.values()
-    )
-
-
-def _control_flow(eqn: Any) -> tuple[str, list[Any], tuple[Region, ...]]:
-    """The kind of an equation's node, the closed jaxprs that it runs, and what enters
-    and leaves each."""
-    params, sides = eqn.params, (len(eqn.invars), len(eqn.outvars))
-
-    def bodies(*names: str) -> list[Any]:
-        return [compat.close_jaxpr(params[name]) for name in names]
-
-    if eqn.primitive is compat.scan_p:
-        layout = regions.of_scan(*compat.scan_counts(eqn), *sides)
-        return "scan", bodies("jaxpr"), layout
-    if eqn.primitive is compat.while_p:
-        counts = params["cond_nconsts"], params["body_nconsts"]
-        layout = regions.of_while(*counts, len(eqn.invars))
-        return "while", bodies("cond_jaxpr", "body_jaxpr"), layout
-    if eqn.primitive is compat.cond_p:
-        branches = list(map(compat.close_jaxpr, params["branches"]))
-        return "cond", branches, regions.of_cond(len(branches), *sides)
-    if eqn.primitive is compat.remat_p:
-        return "remat", bodies("jaxpr"), regions.of_call(*sides)
-    if eqn.primitive.name in compat.CUSTOM:
-        return "custom", bodies("call_jaxpr"), regions.of_call(*sides)
-    if eqn.primitive.name == "optimization_barrier":
-        return "barrier", [], ()
-    return "constrain" if eqn.primitive is constrain_p else "op", [], ()
 
 
 def _is_zero(value: np.ndarray) -> bool:

@@ -5,29 +5,24 @@ and outputs. Out: the same program, its values and those of the bodies in it nam
 the leaves that they are derived from, or that they update.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from shardfn._core.leaves import NO_LEAF, Names
-from shardfn._core.phases import FORWARD, UPDATE
+from shardfn._core.phases import FORWARD
 from shardfn._core.program import Node, Program, last_pass, number_of
+from shardfn._trace.gradient_names import (
+    Labels,
+    labelled_bodies,
+    name_moved,
+    trace_back,
+)
 from shardfn._trace.value_relations import (
     PART,
     SAME,
     WHOLE,
-    has_dimensions,
-    is_factor_of,
-    is_linear,
     relation_of,
 )
-
-LINEAR, ALIKE, PRODUCTS = "linear", "alike", "products"
-"""Ways from a leaf back to its gradient: through ops that are linear and keep its
-dimensions; through all that keep them; and through products of it and something else,
-as with a preconditioner."""
-
-Labels = dict[int, Names]
-"""Values of a program and the paths of their leaves."""
 
 _Key = tuple[Program, tuple[Names, ...], tuple[Names, ...]]
 """A program, and the names of its inputs and outputs."""
@@ -79,7 +74,7 @@ class _Naming:
                 node,
                 bodies=tuple(
                     self.name(body, ins, outs)
-                    for body, ins, outs in _bodies(node, labels)
+                    for body, ins, outs in labelled_bodies(node, labels)
                 ),
             )
             if node.bodies
@@ -111,33 +106,10 @@ class _Naming:
         for found in (parameters, made):
             for value, names in found.items():
                 labels.setdefault(value, names)
-            self.trace_back(program, labels)
-        if _name_moved(program, labels, self.parameters):
-            self.trace_back(program, labels)
+            trace_back(self, program, labels)
+        if name_moved(program, labels, self.parameters):
+            trace_back(self, program, labels)
         return labels
-
-    def trace_back(self, program: Program, labels: Labels) -> None:
-        """Names what labelled values are computed from."""
-        self.sweep(program, labels, LINEAR, ALIKE)
-        found = dict(labels)
-        self.sweep(program, found, PRODUCTS)
-        gradients = {
-            value: found[value]
-            for node in program.nodes
-            if last_pass(node).is_backward
-            for value in node.outputs
-            if value in found and value not in labels
-        }
-        if gradients:
-            labels.update(gradients)
-            self.sweep(program, labels, LINEAR, ALIKE)
-
-    def sweep(self, program: Program, labels: Labels, *ways: str) -> None:
-        forward = _forward_values(program)
-        for through in ways:
-            sweep = _Sweep(self, labels, forward, through)
-            for node in reversed(program.nodes):
-                sweep.node(node)
 
     def joined(self, names: Sequence[Names]) -> Names:
         """The names of what belongs to all of these."""
@@ -153,7 +125,7 @@ class _Naming:
                 labels.update((v, names) for v in node.outputs)
             if node.kind not in ("scan", "remat", "custom"):
                 continue
-            (body, ins, _), *_ = _bodies(node, labels)
+            (body, ins, _), *_ = labelled_bodies(node, labels)
             inner = self.derived(body, ins)
             (region,) = node.regions
             carried = {j for j, _ in region.loops}
@@ -187,112 +159,6 @@ class _Naming:
         return self.joined(names) if joins else NO_LEAF
 
 
-@dataclass(slots=True)
-class _Sweep:
-    """One way back through a program, `through` these ops.
-
-    `forward` are the values that forward passes made; `parts` those of which parts are
-    labelled, and the labels of these.
-    """
-
-    naming: _Naming
-    labels: Labels
-    forward: set[int]
-    through: str
-    parts: dict[int, list[Names]] = field(default_factory=dict)
-
-    def node(self, node: Node) -> None:
-        for value in node.outputs:
-            if value in self.parts and value not in self.labels:
-                self.labels[value] = self.naming.joined(self.parts[value])
-        if self.labels.keys().isdisjoint(node.outputs):
-            return
-        if node.kind == "cond":
-            self.branches(node)
-        elif node.is_loop:
-            self.carries(node)
-        elif not node.bodies:
-            self.operands(node)
-
-    def operands(self, node: Node) -> None:
-        """What results are computed from, dimension by dimension, updates their leaf.
-
-        But what the backward pass has from the forward one, such as statistics of the
-        batch, is not a parameter's gradient.
-        """
-        for j, result in enumerate(node.outputs):
-            names = self.labels.get(result, NO_LEAF)
-            stops = names in self.naming.parameters and not node.during.is_forward
-            for i, atom in enumerate(node.inputs):
-                if not names or not isinstance(atom, int) or atom in self.labels:
-                    continue
-                how = self.relation(node, i, j)
-                if how is None or stops and atom in self.forward:
-                    continue
-                if how == PART:
-                    self.parts.setdefault(atom, []).append(names)
-                else:
-                    self.labels[atom] = names
-
-    def relation(self, node: Node, i: int, j: int) -> str | None:
-        """How result `j` stands to operand `i`, if the way leads through here."""
-        how = relation_of(node, i, j)
-        # Nothing tells scalars apart but what is linear in them.
-        by_sums = self.through == LINEAR or not has_dimensions(node, j)
-        if by_sums and not is_linear(node, i):
-            return None
-        if how is None and self.through == PRODUCTS and node.during.phase == UPDATE:
-            return SAME if is_factor_of(node, i, j) else None
-        return how
-
-    def carries(self, node: Node) -> None:
-        """What a loop starts from belongs to the leaf that it ends as."""
-        if self.through == LINEAR:
-            return
-        for region in node.regions:
-            ends = region.leaving(node.outputs, -1)
-            starts = region.entering(node.inputs)
-            for j, i in region.loops:
-                atom = starts[i]
-                if isinstance(atom, int) and ends[j] in self.labels:
-                    self.labels.setdefault(atom, self.labels[ends[j]])
-
-    def branches(self, node: Node) -> None:
-        """Operands of a cond belong to the leaf that they update in a branch."""
-        branches = zip(_bodies(node, self.labels), node.regions, strict=True)
-        for (body, inputs, outputs), region in branches:
-            inner = self.naming.labels(body, inputs, outputs)
-            operands = region.entering(node.inputs)
-            for atom, value in zip(operands, body.inputs, strict=True):
-                if isinstance(atom, int) and value in inner:
-                    self.labels.setdefault(atom, inner[value])
-
-
-def _name_moved(program: Program, labels: Labels, parameters: set[Names]) -> bool:
-    """Names what is made of one parameter and its gradients within the step, as an
-    inner step of MAML makes; says whether there is any."""
-    found = False
-    after: set[int] = set()
-    for node in program.nodes:
-        if node.backward or not after.isdisjoint(map(number_of, node.inputs)):
-            after.update(node.outputs)
-        for j, value in enumerate(node.outputs):
-            if value in labels or node.kind != "op" or node.rule is None:
-                continue
-            alike = [
-                atom
-                for i, atom in enumerate(node.inputs)
-                if isinstance(atom, int) and relation_of(node, i, j) == SAME
-            ]
-            names = {labels[atom] for atom in alike if atom in labels}
-            others = [atom for atom in alike if atom not in labels]
-            moves = not node.backward and not after.isdisjoint(others)
-            known = len(names) == 1 and names <= parameters
-            if known and (moves or not others) and has_dimensions(node, j):
-                labels[value], found = names.pop(), True
-    return found
-
-
 def _read_forward(program: Program, inputs: Sequence[Names]) -> set[Names]:
     """Names of the state leaves that forward passes read: the parameters."""
     labels = {v: n for v, n in zip(program.inputs, inputs, strict=True) if n}
@@ -303,26 +169,6 @@ def _read_forward(program: Program, inputs: Sequence[Names]) -> set[Names]:
         if last_pass(node) == node.during:
             read.update(labels[a] for a in map(number_of, node.inputs) if a in labels)
             continue
-        for body, ins, _ in _bodies(node, labels):
+        for body, ins, _ in labelled_bodies(node, labels):
             read |= _read_forward(body, ins)
     return read
-
-
-def _forward_values(program: Program) -> set[int]:
-    """The values that forward passes alone make."""
-    return {
-        value
-        for node in program.nodes
-        if node.during.is_forward and last_pass(node) == node.during
-        for value in node.outputs
-    }
-
-
-def _bodies(
-    node: Node, labels: Labels
-) -> Iterator[tuple[Program, list[Names], list[Names]]]:
-    """The bodies of a node, and the labels of their inputs and outputs."""
-    ins = [labels.get(number_of(atom), NO_LEAF) for atom in node.inputs]
-    outs = [labels.get(value, NO_LEAF) for value in node.outputs]
-    for program, region in zip(node.bodies, node.regions, strict=True):
-        yield program, region.entering(ins), region.leaving(outs, NO_LEAF)

@@ -28,6 +28,7 @@ from shardfn._trace.argument_flow import (
     same,
 )
 from shardfn._trace.dataflow import Dimension
+from shardfn._trace.returned_arguments import is_first, returned_pairs
 from shardfn._trace.state_texts import (
     changes,
     found_note,
@@ -67,7 +68,7 @@ def find_state(
     }
     alike = {position: paths for position, paths in alike.items() if paths}
     found = None
-    if alike or _is_first(arguments, out):
+    if alike or is_first(arguments, out):
         found = _Search(
             ArgumentFlow.of(arguments, out, program()), names, alike
         ).found()
@@ -75,17 +76,6 @@ def find_state(
         changed = tuple(changes(arguments, names, out, {0: FIRST}))
         found = StateArguments(notes=changed, hints=changed)
     return found
-
-
-def _is_first(arguments: Mapping[Position, Any], out: Any) -> bool:
-    """Whether the first result has the structure of the first argument: it is the new
-    state, or one with a mistake that the trace reports. An array has to match."""
-    if 0 not in arguments or not isinstance(out, (tuple, list)) or not out:
-        return False
-    given = arguments[0]
-    if jax.tree.structure(given) != jax.tree.structure(out[0]):
-        return False
-    return not is_array(given) or same(given, out[0])
 
 
 @dataclass(slots=True)
@@ -111,7 +101,7 @@ class _Search:
 
     def found(self) -> StateArguments | None:
         """The state; None if nothing comes back, or just the first argument first."""
-        self._pairs = self._matched_pairs()
+        self._pairs = returned_pairs(self.flow, self.alike)
         if not self._pairs:
             self._check_gradients()
             return None
@@ -159,27 +149,6 @@ class _Search:
                 if self.flow.is_gradient(position, path):
                     refuse_gradients(self.names[position], path)
 
-    def _matched_pairs(self) -> dict[Position, Path]:
-        """The arguments that come back, and where: those that are updated there, in
-        order; and the first as the first result."""
-        kept = {
-            p: [path for path in paths if self.flow.is_kept(p, path)]
-            for p, paths in self.alike.items()
-        }
-        outermost = [path for paths in kept.values() for path in paths]
-        options = {
-            p: [path for path in paths if not _lies_in(path, outermost)]
-            for p, paths in kept.items()
-        }
-        chosen = _matched(options)
-        is_first = _is_first(self.arguments, self.flow.out)
-        is_free = 0 not in chosen and FIRST not in chosen.values()
-        if is_first and is_free and not self.flow.is_gradient(0, FIRST):
-            # What may be rows and is computed anew is rather a result that looks so.
-            if not (chosen and self._is_anew(0)):
-                chosen[0] = FIRST
-        return {p: chosen[p] for p in self.arguments if p in chosen}
-
     def _known_rows(self) -> set[Dimension]:
         """The rows of arguments that do not come back, and may be a batch."""
         return {
@@ -208,14 +177,6 @@ class _Search:
 
     def _has_cache(self) -> bool:
         return any(self.flow.is_cache(p, path) for p, path in self._pairs.items())
-
-    def _is_anew(self, position: Position) -> bool:
-        """Whether an argument that may be rows is not what the first result was."""
-        may_be = is_like_rows(self.arguments[position]) and bool(
-            dimmed(self.arguments[position])
-        )
-        is_alike = FIRST in self.alike.get(position, ())
-        return may_be and is_alike and self.flow.is_new(position, FIRST)
 
     def _certain(self) -> Position | None:
         """The argument that is state for certain; None if none is."""
@@ -302,28 +263,3 @@ class _Search:
             if p not in batch and not is_array(self.arguments[p])
             if batch or not is_like_rows(self.arguments[p])
         ]
-
-
-def _lies_in(path: Path, others: Sequence[Path]) -> bool:
-    """Whether a path leads to something inside what another leads to."""
-    return any(len(o) < len(path) and path[: len(o)] == o for o in others)
-
-
-def _matched(options: Mapping[Position, Sequence[Path]]) -> dict[Position, Path]:
-    """One path for as many arguments as can have one of their own, each the first of
-    its options where it may be."""
-    holder: dict[Path, Position] = {}
-
-    def place(position: Position, tried: set[Path]) -> bool:
-        for path in options[position]:
-            if path in tried:
-                continue
-            tried.add(path)
-            if path not in holder or place(holder[path], tried):
-                holder[path] = position
-                return True
-        return False
-
-    for position in options:
-        place(position, set())
-    return {position: path for path, position in holder.items()}

@@ -7,16 +7,13 @@ returns; or an error that says what the step does that cannot be sharded.
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import jaxprs_in_params
-from jax.tree_util import tree_flatten_with_path
 
 from shardfn._core import compat
 from shardfn._core.call_arguments import (
-    NamedStates,
     Rest,
     StateArguments,
     by_place,
@@ -25,23 +22,19 @@ from shardfn._core.call_arguments import (
     rejoined,
 )
 from shardfn._core.errors import (
-    UNKNOWN,
     ShardingError,
     called,
-    listed,
-    nested,
-    step_name,
-    where,
-    where_in,
 )
-from shardfn._core.leaves import Leaf, leaf_name, path_name
+from shardfn._core.leaves import Leaf
 from shardfn._core.program import Program
 from shardfn._core.sharding import Axes, Sharding
-from shardfn._trace.containers import Closed, close, on_closed, opened
+from shardfn._trace.containers import close, on_closed, opened
+from shardfn._trace.global_or_per_device import jaxpr_of
 from shardfn._trace.inner_shard_map import on_whole_arrays
 from shardfn._trace.jaxpr_to_program import make_program
-from shardfn._trace.per_device import GlobalStep, as_global, reaches_axis
-from shardfn._trace.state_texts import change
+from shardfn._trace.per_device import GlobalStep
+from shardfn._trace.purity import check_effects, check_not_mapped, leaked_tracer
+from shardfn._trace.returned_state import check_state
 from shardfn._trace.typed_trace import typed_jaxpr, typed_once
 
 
@@ -188,7 +181,7 @@ def trace(
         try:
             with compat.at_top_level():
                 try:
-                    made, out = _jaxpr(run, *closed, split, axes, names_axes, own)
+                    made, out = jaxpr_of(run, *closed, split, axes, names_axes, own)
                 except ValueError as error:
                     typed = compat.mesh_lacking(error, is_set, mesh)
                     if typed is None:
@@ -207,9 +200,9 @@ def trace(
     else:
         out_tree = jax.tree.structure(known.out)
         given = _order_given(states, batch)
-    _check_effects(known.jaxpr)
-    _check_not_mapped(known.jaxpr)
-    _check_state(known.out, states, meaning, leaves)
+    check_effects(known.jaxpr)
+    check_not_mapped(known.jaxpr)
+    check_state(known.out, states, meaning, leaves)
     new = new_leaves(out_tree, meaning)
     rest = sorted({*range(out_tree.num_leaves)} - {*new})
     order = (*new, *[None] * (len(leaves) - len(new)), *rest)
@@ -245,217 +238,3 @@ def _order_given(states: Sequence[Any], batch: Rest) -> list[int]:
     leaves, treedef = jax.tree.flatten((states, batch))
     numbers = jax.tree.unflatten(treedef, range(len(leaves)))
     return [int(i) for i in np.argsort(jax.tree.leaves(rejoined(*numbers)))]
-
-
-def leaked_tracer() -> ShardingError:
-    """The error for a step that uses a tracer of an earlier trace."""
-    return ShardingError(
-        f"{step_name()} is not pure: it uses a tracer that an earlier trace left "
-        "behind, for example in a global, a list or an object.\n"
-        f"{called()}"
-        "Return the value from the step, or pass it in as an argument."
-    )
-
-
-def _jaxpr(
-    step: GlobalStep,
-    states: tuple[Any, ...],
-    batch: Rest,
-    split: Sequence[Sharding],
-    axes: Axes,
-    names_axes: Callable[[], bool],
-    own: Sequence[bool],
-) -> tuple[Any, Any]:
-    """The jaxpr of a global step, or else of a per-device one.
-
-    A step that names a mesh axis is per device. One that fails on the global batch may
-    be too, if it spells out local shapes before it names an axis: it is if it comes to
-    name one on the batch of one device, and works so. Any other failure is the user's.
-    """
-    local = as_global(step, axes, split, batch.meaning.places, own)
-    try:
-        if any(own):
-            return jax.make_jaxpr(local, return_shape=True)(states, batch)
-        return jax.make_jaxpr(step, return_shape=True)(states, batch)
-    except NameError as error:
-        _check_axis(error, axes)
-    except jax.errors.UnexpectedTracerError:
-        raise
-    except (TypeError, ValueError):
-        if names_axes() and reaches_axis(step, axes, split, states, batch):
-            with contextlib.suppress(Exception):
-                return jax.make_jaxpr(local, return_shape=True)(states, batch)
-        raise
-    try:
-        return jax.make_jaxpr(local, return_shape=True)(states, batch)
-    except NameError as error:
-        _check_axis(error, axes)
-        raise
-    except (AssertionError, NotImplementedError) as error:
-        raise ShardingError(
-            f"{step_name()} is written per device, and JAX cannot batch one of its "
-            f"collectives over all devices: {str(error) or type(error).__name__}.\n"
-            f"{called()}"
-            "Where it gathers or permutes over several mesh axes at once, name them "
-            "one by one: lax.all_gather(lax.all_gather(x, 'data'), 'replica')."
-        ) from error
-
-
-def _check_axis(error: NameError, axes: Axes) -> None:
-    """Raises unless the trace failed because the step names one of our mesh axes."""
-    name = compat.unbound_axis(error)
-    if name is None:
-        raise error
-    if name not in axes.names:
-        raise ShardingError(
-            f"{step_name()} uses mesh axis '{name}', but fully_shard shards over "
-            f"{axes.names}.\n"
-            f"{called()}"
-            f"Pass axis='{name}' to fully_shard, with a mesh that has this axis."
-        ) from error
-
-
-def _check_effects(jaxpr: Any) -> None:
-    effects = sorted(
-        {type(e).__name__ for e in jaxpr.effects if not compat.is_debug_effect(e)}
-    )
-    if not effects:
-        return
-    place = _place_of_effect(jaxpr)
-    raise ShardingError(
-        f"{step_name()} is not pure: it has a side effect ({', '.join(effects)}), "
-        "which every device would repeat.\n"
-        f"  at {place}\n"
-        f"{called()}"
-        "Return the value as a metric instead, and print or store it outside the step."
-    )
-
-
-def _check_not_mapped(jaxpr: Any) -> None:
-    """Raises if a part of the step is divided over devices already."""
-    for eqns in nested(jaxpr):
-        if eqns[-1].primitive.name == "shard_map":
-            raise ShardingError(
-                f"{step_name()} uses jax.shard_map, whose parts fully_shard cannot "
-                f"divide again.\n  at {where_in(eqns)}\n{called()}"
-                "If it calls a step that fully_shard made, call the plain step there. "
-                "A shard_map of your own may split arrays over the mesh axes that "
-                "fully_shard is given, not over others: write such a part on whole "
-                "arrays, or as an operation with a rule of its own "
-                "(shardfn.register_rule)."
-            )
-
-
-def _place_of_effect(jaxpr: Any) -> str:
-    """The user's line of the innermost equation with a side effect."""
-    for eqn in compat.open_jaxpr(jaxpr)[0].eqns:
-        if any(not compat.is_debug_effect(e) for e in eqn.effects):
-            bodies = list(jaxprs_in_params(eqn.params))
-            return _place_of_effect(bodies[0]) if bodies else where(eqn)
-    return UNKNOWN
-
-
-def _check_state(
-    out: Any, states: Sequence[Any], meaning: StateArguments, leaves: Sequence[Leaf]
-) -> None:
-    """Raises if the new state is not like the old one."""
-    is_first = meaning.results is None
-    if is_first and (not isinstance(out, (tuple, list)) or len(out) < len(states)):
-        _no_state(out, states, leaves, meaning.by_hand)
-    new: Any = tuple(part(out, path) for path in meaning.places)
-    new = (*new, *states[len(new) :])
-    new, old = (new[0], states[0]) if len(states) == 1 else (new, states)
-    if isinstance(states, NamedStates):
-        new = NamedStates(states.names, new)
-    new_flat, new_tree = tree_flatten_with_path(new)
-    _, old_tree = tree_flatten_with_path(old)
-    if new_tree != old_tree:
-        old_names = {leaf.name for leaf in leaves}
-        new_names = {path_name(path) for path, _ in new_flat}
-        missing, extra = sorted(old_names - new_names), sorted(new_names - old_names)
-        if len(leaves) and not old_names & new_names:
-            _no_state(out, states, leaves, meaning.by_hand)
-        raise ShardingError(
-            f"{step_name()} changes the structure of its state: "
-            f"missing leaves {listed(missing)}, new leaves {listed(extra)}"
-            + ("" if missing or extra else ", the same leaves in other containers")
-            + f".\n{called()}"
-            "Return the new state with the structure of the old one; put other values "
-            "in the metrics."
-        )
-    for leaf, (path, new_leaf) in zip(leaves, new_flat, strict=True):
-        old_type = f"{leaf.aval.dtype}{list(leaf.aval.shape)}"
-        new_type = f"{new_leaf.dtype}{list(new_leaf.shape)}"
-        if old_type != new_type:
-            raise ShardingError(
-                f"{step_name()} changes state leaf '{leaf_name(path)}' from {old_type} "
-                f"to {new_type}.\n"
-                f"{called()}"
-                f"{_weakly(leaf.aval, new_leaf)}"
-                "A sharded state keeps its shapes and dtypes: cast or reshape the new "
-                "value back, or start with the type that the step returns."
-            )
-
-
-def _weakly(old: Any, new: Any) -> str:
-    """What becomes of a weakly typed leaf elsewhere."""
-    if not old.weak_type or old.shape != new.shape:
-        return ""
-    return (
-        "The leaf is weakly typed, as Python numbers are: jax.jit would compile again "
-        f"with {new.dtype} in its second call, and lax.scan would cast it before its "
-        f"first iteration. Start with jnp.{new.dtype}(...). "
-    )
-
-
-def _no_state(
-    out: Any, states: Sequence[Any], leaves: Sequence[Leaf], by_hand: bool
-) -> NoReturn:
-    number = len(states)
-    what = "a new state" if number == 1 else f"{number} new states"
-    advice = (
-        "Return (new_state, metrics), the new state like the old one; a step that only "
-        "evaluates returns the state unchanged."
-    )
-    if isinstance(out, jax.ShapeDtypeStruct):
-        advice = (
-            "fully_shard takes the whole training step, not a model or its loss: take "
-            "the gradient and update the state in it (see From PyTorch FSDP2). "
-        ) + advice
-    results = out if isinstance(out, (tuple, list)) else ()
-    form = jax.tree.structure(states[0])
-    if number == 1 and form in map(jax.tree.structure, results):
-        at = list(map(jax.tree.structure, results)).index(form)
-        advice = f"Result {at} has the state's form"
-        if changed := change(opened(states[0]), opened(results[at])):
-            advice += (
-                f", but {changed}: cast or reshape it back, and it is found there."
-            )
-        elif by_hand:
-            advice += ": return it first, or leave state_argnums out."
-        else:
-            advice += ": return it first."
-    elif len(results) < number:
-        advice += (
-            " Modules of flax.nnx that it changes in place have to be arguments of "
-            "their own, and state_argnums has to be left out (see From flax.nnx)."
-        )
-    raise ShardingError(
-        f"{step_name()} returns no state: it returned {_described(out, leaves)}, where "
-        f"{what} with the leaves {listed([leaf.name for leaf in leaves])} must come "
-        f"first.\n{called()}{advice}"
-    )
-
-
-def _described(out: Any, leaves: Sequence[Leaf]) -> str:
-    """What a step returned, in a few words."""
-    flat, _ = tree_flatten_with_path(out)
-    if out is None:
-        return "None"
-    if isinstance(out, jax.ShapeDtypeStruct):
-        return f"{out.dtype}{list(out.shape)}"
-    if leaves and {path_name(p) for p, _ in flat} == {leaf.name for leaf in leaves}:
-        return "the new state alone"
-    name = out.kind if isinstance(out, Closed) else type(out).__name__
-    of = f" of {len(out)}" if isinstance(out, (tuple, list)) else ""
-    return f"a {name}{of}"

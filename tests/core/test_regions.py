@@ -17,7 +17,7 @@ from shardfn._core.program import Node, aval_of
 from shardfn._trace.jaxpr_to_program import make_program
 
 PACKAGE = Path(shardfn.__file__).parent
-KNOW_THE_LAYOUT = ("_core/regions.py", "_core/compat", "_trace/jaxpr_to_program.py")
+KNOW_THE_LAYOUT = ("_core/regions.py", "_core/compat", "_trace/node_kinds.py")
 COUNTS = (
     "num_consts",
     "num_carry",

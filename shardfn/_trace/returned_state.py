@@ -1,0 +1,132 @@
+"""What a step returns as its new state, compared with the state that it takes.
+
+In: what the step returns, and the state's leaves. Out: nothing; or an error that says
+which leaves are missing, new or of another type, or that no state comes back.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import jax
+from jax.tree_util import tree_flatten_with_path
+
+from shardfn._core.call_arguments import (
+    NamedStates,
+    StateArguments,
+    part,
+)
+from shardfn._core.errors import (
+    ShardingError,
+    called,
+    listed,
+    step_name,
+)
+from shardfn._core.leaves import Leaf, leaf_name, path_name
+from shardfn._trace.containers import Closed, opened
+from shardfn._trace.state_texts import change
+
+
+def check_state(
+    out: Any, states: Sequence[Any], meaning: StateArguments, leaves: Sequence[Leaf]
+) -> None:
+    """Raises if the new state is not like the old one."""
+    is_first = meaning.results is None
+    if is_first and (not isinstance(out, (tuple, list)) or len(out) < len(states)):
+        _no_state(out, states, leaves, meaning.by_hand)
+    new: Any = tuple(part(out, path) for path in meaning.places)
+    new = (*new, *states[len(new) :])
+    new, old = (new[0], states[0]) if len(states) == 1 else (new, states)
+    if isinstance(states, NamedStates):
+        new = NamedStates(states.names, new)
+    new_flat, new_tree = tree_flatten_with_path(new)
+    _, old_tree = tree_flatten_with_path(old)
+    if new_tree != old_tree:
+        old_names = {leaf.name for leaf in leaves}
+        new_names = {path_name(path) for path, _ in new_flat}
+        missing, extra = sorted(old_names - new_names), sorted(new_names - old_names)
+        if len(leaves) and not old_names & new_names:
+            _no_state(out, states, leaves, meaning.by_hand)
+        raise ShardingError(
+            f"{step_name()} changes the structure of its state: "
+            f"missing leaves {listed(missing)}, new leaves {listed(extra)}"
+            + ("" if missing or extra else ", the same leaves in other containers")
+            + f".\n{called()}"
+            "Return the new state with the structure of the old one; put other values "
+            "in the metrics."
+        )
+    for leaf, (path, new_leaf) in zip(leaves, new_flat, strict=True):
+        old_type = f"{leaf.aval.dtype}{list(leaf.aval.shape)}"
+        new_type = f"{new_leaf.dtype}{list(new_leaf.shape)}"
+        if old_type != new_type:
+            raise ShardingError(
+                f"{step_name()} changes state leaf '{leaf_name(path)}' from {old_type} "
+                f"to {new_type}.\n"
+                f"{called()}"
+                f"{_weakly(leaf.aval, new_leaf)}"
+                "A sharded state keeps its shapes and dtypes: cast or reshape the new "
+                "value back, or start with the type that the step returns."
+            )
+
+
+def _weakly(old: Any, new: Any) -> str:
+    """What becomes of a weakly typed leaf elsewhere."""
+    if not old.weak_type or old.shape != new.shape:
+        return ""
+    return (
+        "The leaf is weakly typed, as Python numbers are: jax.jit would compile again "
+        f"with {new.dtype} in its second call, and lax.scan would cast it before its "
+        f"first iteration. Start with jnp.{new.dtype}(...). "
+    )
+
+
+def _no_state(
+    out: Any, states: Sequence[Any], leaves: Sequence[Leaf], by_hand: bool
+) -> NoReturn:
+    number = len(states)
+    what = "a new state" if number == 1 else f"{number} new states"
+    advice = (
+        "Return (new_state, metrics), the new state like the old one; a step that only "
+        "evaluates returns the state unchanged."
+    )
+    if isinstance(out, jax.ShapeDtypeStruct):
+        advice = (
+            "fully_shard takes the whole training step, not a model or its loss: take "
+            "the gradient and update the state in it (see From PyTorch FSDP2). "
+        ) + advice
+    results = out if isinstance(out, (tuple, list)) else ()
+    form = jax.tree.structure(states[0])
+    if number == 1 and form in map(jax.tree.structure, results):
+        at = list(map(jax.tree.structure, results)).index(form)
+        advice = f"Result {at} has the state's form"
+        if changed := change(opened(states[0]), opened(results[at])):
+            advice += (
+                f", but {changed}: cast or reshape it back, and it is found there."
+            )
+        elif by_hand:
+            advice += ": return it first, or leave state_argnums out."
+        else:
+            advice += ": return it first."
+    elif len(results) < number:
+        advice += (
+            " Modules of flax.nnx that it changes in place have to be arguments of "
+            "their own, and state_argnums has to be left out (see From flax.nnx)."
+        )
+    raise ShardingError(
+        f"{step_name()} returns no state: it returned {_described(out, leaves)}, where "
+        f"{what} with the leaves {listed([leaf.name for leaf in leaves])} must come "
+        f"first.\n{called()}{advice}"
+    )
+
+
+def _described(out: Any, leaves: Sequence[Leaf]) -> str:
+    """What a step returned, in a few words."""
+    flat, _ = tree_flatten_with_path(out)
+    if out is None:
+        return "None"
+    if isinstance(out, jax.ShapeDtypeStruct):
+        return f"{out.dtype}{list(out.shape)}"
+    if leaves and {path_name(p) for p, _ in flat} == {leaf.name for leaf in leaves}:
+        return "the new state alone"
+    name = out.kind if isinstance(out, Closed) else type(out).__name__
+    of = f" of {len(out)}" if isinstance(out, (tuple, list)) else ""
+    return f"a {name}{of}"
