@@ -5,12 +5,10 @@ consumers take without a move, and the unreduced values that should be reduced w
 they are made.
 """
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardfn._core.op_sharding_rule import OpShardingRule
 from shardfn._core.program import Node, Program
 from shardfn._core.resharding import can_split
 from shardfn._core.sharding import (
@@ -18,13 +16,12 @@ from shardfn._core.sharding import (
     Sharding,
     Split,
     Unreduced,
-    flat_start,
     is_unreduced,
-    plain,
 )
 from shardfn._core.sizes import elements, nbytes
-from shardfn._propagation.op_strategy import Decision, filled_factors
-from shardfn._propagation.preferences import Preferences, union
+from shardfn._propagation.op_strategy import Decision
+from shardfn._propagation.operand_preferences import flow_preferences, op_preferences
+from shardfn._propagation.preferences import Preferences
 
 ValueAxis = tuple[int, int]
 """A value and a mesh axis."""
@@ -229,7 +226,7 @@ class _Pass:
     def passed(self, node: Node, decision: Decision) -> tuple[Preferences, ...]:
         """What a node prefers of its operands, by what is preferred of its results."""
         if node.kind != "op":
-            return tuple(map(_flow, decision.preferences, decision.operands))
+            return tuple(map(flow_preferences, decision.preferences, decision.operands))
         if node.rule is None:
             return ((frozenset({None}),) * len(self.axes.names),) * len(node.inputs)
         results = tuple(map(self.preferences.get, node.outputs))
@@ -237,69 +234,6 @@ class _Pass:
         known = self.memo.passed.get(key)
         if known is None:
             sizes = [elements(v.aval) for v in node.eqn.invars]
-            known = _op(node.rule, decision, sizes, results, self.axes)
+            known = op_preferences(node.rule, decision, sizes, results, self.axes)
             self.memo.passed[key] = known
         return known
-
-
-def _flow(preferences: Preferences, needed: Sharding) -> Preferences:
-    """What control flow prefers of one operand."""
-    open_to = (
-        frozenset() if isinstance(s, Unreduced) else opinions
-        for opinions, s in zip(preferences, needed, strict=True)
-    )
-    return union(tuple(open_to), needed)
-
-
-def _op(
-    rule: OpShardingRule,
-    decision: Decision,
-    sizes: Sequence[int],
-    results: Sequence[Preferences | None],
-    axes: Axes,
-) -> tuple[Preferences, ...]:
-    """What an op prefers of its operands, of these numbers of elements."""
-    filled = filled_factors(rule, decision.parts, axes)
-    chosen = {axis for _, axis in decision.parts}
-    splittable = functools.cache(lambda factor: rule.is_splittable(factor, filled))
-
-    def preferred_of(i: int, axis: int) -> frozenset[Split | None]:
-        state = decision.operands[i][axis]
-        if not sizes[i]:
-            return frozenset()
-        if isinstance(state, Split):
-            return frozenset({plain(state)})
-        if axis in chosen:
-            return frozenset({None} if state is None else ())
-        return frozenset(
-            _through(rule, dims, rule.operands[i], preference, filled, splittable)
-            for dims, preferences in zip(rule.results, results, strict=True)
-            for preference in (preferences[axis] if preferences else ())
-        )
-
-    each = range(len(axes.names))
-    return tuple(tuple(preferred_of(i, a) for a in each) for i in range(len(sizes)))
-
-
-def _through(
-    rule: OpShardingRule,
-    result: Any,
-    operand: Any,
-    preference: Split | None,
-    filled: frozenset[str],
-    splittable: Callable[[str], bool],
-) -> Split | None:
-    """The split of an operand that makes the result split as preferred."""
-    if preference is None:
-        return None
-    start = flat_start(preference.dim)
-    if start is not None:
-        same_start = (
-            rule.flat and len(operand) > start and operand[:start] == result[:start]
-        )
-        return preference if same_start else None
-    factor = rule.major(result, preference.dim, filled)
-    if factor is None or not splittable(factor):
-        return None
-    dim = rule.dim_of(operand, factor)
-    return None if dim is None else Split(dim, preference.stored)

@@ -18,8 +18,9 @@ from shardfn._core.plan import BodyPlan
 from shardfn._core.program import Atom, Node, Program, aval_of
 from shardfn._core.sharding import Axes, Sharding, Split
 from shardfn._core.sizes import elements
+from shardfn._propagation import control_flow
 from shardfn._propagation.backward import BackwardResult, Memo, propagate_backward
-from shardfn._propagation.control_flow import FlowSite, Solved
+from shardfn._propagation.flow_site import FlowSite, Solved
 from shardfn._propagation.insert_reshards import plan_steps
 from shardfn._propagation.op_strategy import Decision, OpSite
 from shardfn._propagation.preferences import Preferences, reduced
@@ -257,7 +258,7 @@ class _Body:
             made = constrained(node.eqn, states[0], self.solver.axes)
             back = operand_preference(node.eqn, made, preferences[0])
             return Decision((made,), (made,), (made,), preferences=(back,))
-        return FlowSite(
+        site = FlowSite(
             node=node,
             operand_avals=self.operand_avals(node),
             result_avals=self.result_avals(node),
@@ -276,7 +277,8 @@ class _Body:
             small=self.solver.small,
             solve=self.solver.solve,
             control=self.solver.control,
-        ).decide()
+        )
+        return control_flow.decide(site)
 
     def operand_avals(self, node: Node) -> list[Any]:
         return [aval_of(self.program, a) for a in node.inputs]
