@@ -17,12 +17,12 @@ from shardfn._core.call_arguments import Rest
 from shardfn._core.errors import ShardingError, called, step_name
 from shardfn._core.leaves import Leaf
 from shardfn._core.sharding import Axes, Sharding, Split, local_shape
+from shardfn.analysis._data_sheets import Target
 from shardfn.analysis._figures import Memory, StoredLeaf
 from shardfn.analysis._flops import count_flops
 from shardfn.analysis._hlo import HloCollective
 from shardfn.analysis._hlo.timeline import Rates, play
 from shardfn.analysis.report import Report
-from shardfn.analysis.targets import Target
 
 
 def report_on(

@@ -7,10 +7,10 @@ which `Report` prints and the page draws.
 from dataclasses import dataclass, field
 from typing import Any
 
+from shardfn.analysis._data_sheets import Target
 from shardfn.analysis._flops import Flops
 from shardfn.analysis._hlo.timeline import Timeline
 from shardfn.analysis.plan import Plan
-from shardfn.analysis.targets import Target
 from shardfn.analysis.verification import Verification
 
 

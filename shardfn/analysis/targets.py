@@ -13,116 +13,17 @@ import importlib.metadata
 import math
 import os
 import re
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import jax
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
+from shardfn.analysis._data_sheets import DATA_SHEETS, Target
 from shardfn.analysis._gpus import GPUS, target_config
 
 __all__ = ["Target", "devices", "mesh", "missing", "target"]
 
-GB = 10**9
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A number of equal accelerators and what one of them can do at most.
-
-    Attributes:
-      name: as given to `target`.
-      platform: `cuda` or `tpu`.
-      topology: slices x hosts x GPUs per host, or the TPU slice such as `v5e:2x4`.
-      num_devices: how many there are.
-      flops: peak bfloat16 floating-point operations per second, dense.
-      memory: bytes of HBM.
-      memory_bandwidth: bytes per second to and from HBM.
-      link_bandwidth: bytes per second that one device sends over all its NVLink or ICI
-        links together; it receives as much at the same time.
-      network_bandwidth: bytes per second per device and direction between hosts that no
-        such link connects.
-    """
-
-    name: str
-    platform: str
-    topology: str
-    num_devices: int
-    flops: float
-    memory: int
-    memory_bandwidth: float
-    link_bandwidth: float
-    network_bandwidth: float
-
-    def matmul_rate(self, dtype: str) -> float:
-        """Peak FLOP/s of matmuls at JAX's default precision.
-
-        GPUs run float32 operands as TF32, at half the rate of bfloat16 in the same data
-        sheets; TPUs round them to bfloat16.
-
-        Args:
-          dtype: of the operands.
-
-        Returns:
-          FLOP/s. Dtypes of one byte are taken at the rate of bfloat16.
-        """
-        slow = self.platform == "cuda" and dtype in ("float32", "float64")
-        return self.flops / 2 if slow else self.flops
-
-    def transfer_seconds(self, sent: float, coords: Sequence[Sequence[int]]) -> float:
-        """Seconds that a ring of devices needs, if nothing else uses its links.
-
-        A GPU's ring that spans hosts crosses each host's edge over the network cards of
-        all its devices there. A TPU's uses the links along the torus dimensions that it
-        extends over.
-
-        Args:
-          sent: bytes that each device sends.
-          coords: `Device.coords` of the devices of one group.
-
-        Returns:
-          Seconds at the rates of the data sheets.
-        """
-        if self.platform == "cuda":
-            hosts = Counter(tuple(c[:2]) for c in coords)
-            if len(hosts) == 1:
-                return sent / self.link_bandwidth
-            network = self.network_bandwidth * min(hosts.values())
-            return sent / min(self.link_bandwidth, network)
-        dims = len(self.topology.rpartition(":")[2].split("x"))
-        used = sum(len(set(along)) > 1 for along in zip(*coords, strict=True))
-        return sent / (self.link_bandwidth * min(max(used, 1), dims) / dims)
-
-
-def _figures(
-    flops: float, memory: int, bandwidth: float, link: float, network: float
-) -> Target:
-    return Target("", "", "", 0, flops, memory, bandwidth, link, network)
-
-
-# GPUs: NVIDIA's data sheets, whose NVLink rates are the sum of both directions and
-# whose rates marked "with sparsity" are twice the dense ones. Networks: the NIC per
-# GPU in the data sheet of that generation's DGX.
-# TPUs: docs.cloud.google.com/tpu/docs/{v5e,v5p,v6e}, whose ICI rates in GBps sum up
-# both directions. Data-centre networks there are per host of 8 chips or per chip.
-_FIGURES = {
-    # A100 80GB SXM: 312 TFLOPS, 80 GB, 2,039 GB/s, NVLink 600 GB/s; DGX A100 200 Gb/s.
-    "a100": _figures(312e12, 80 * GB, 2.039e12, 300e9, 25e9),
-    # H100 SXM: 1,979 TFLOPS sparse, 80 GB, 3.35 TB/s, 900 GB/s; DGX H100 400 Gb/s.
-    "h100": _figures(989.5e12, 80 * GB, 3.35e12, 450e9, 50e9),
-    # H200 SXM: 1,979 TFLOPS sparse, 141 GB, 4.8 TB/s, 900 GB/s; DGX H200 400 Gb/s.
-    "h200": _figures(989.5e12, 141 * GB, 4.8e12, 450e9, 50e9),
-    # DGX B200, eighth parts: 36 PFLOPS sparse, 1,440 GB, 64 TB/s, 14.4 TB/s; 400 Gb/s.
-    "b200": _figures(2.25e15, 180 * GB, 8e12, 900e9, 50e9),
-    # v5e: 197 TFLOPs, 16 GB, 819 GBps, ICI 1600 Gbps each way, 2 x 100 Gbps per host.
-    "v5e": _figures(197e12, 16 * GB, 819e9, 200e9, 3.125e9),
-    # v5p: 459 TFLOPs, 95 GiB, 2765 GBps, ICI 1200 GBps, DCN 50 Gbps per chip.
-    "v5p": _figures(459e12, 95 * 2**30, 2.765e12, 600e9, 6.25e9),
-    # v6e: 918 TFLOPs, 32 GB, 1600 GBps, ICI 800 GBps, 4 x 200 Gbps per host.
-    "v6e": _figures(918e12, 32 * GB, 1.6e12, 400e9, 12.5e9),
-}
 
 _KNOWN = "a100:8, h100:8, h100:1x8x8, h200:8, b200:8, tpu:v5e:2x4, tpu:v5p:4x4x4, ..."
 
@@ -155,12 +56,12 @@ def target(name: str) -> Target:
         platform, topology = "cuda", shape if "x" in shape else _hosts_of_8(name, shape)
         shape = topology
     else:
-        raise _unknown(name, known=name.removeprefix("tpu:") in _FIGURES)
+        raise _unknown(name, known=name.removeprefix("tpu:") in DATA_SHEETS)
     count = math.prod(int(n) for n in shape.split("x"))
-    if chip not in _FIGURES or (platform == "cuda") != (chip in GPUS) or not count:
+    if chip not in DATA_SHEETS or (platform == "cuda") != (chip in GPUS) or not count:
         raise _unknown(name)
     return replace(
-        _FIGURES[chip],
+        DATA_SHEETS[chip],
         name=name,
         platform=platform,
         topology=topology,
@@ -285,7 +186,7 @@ def _unknown(name: str, known: bool = False) -> ValueError:
         )
     return ValueError(
         f"no compile-only target is called {name!r}. GPUs: {', '.join(GPUS)}; TPUs: "
-        f"{', '.join(c for c in _FIGURES if c not in GPUS)}.\nExamples: {_KNOWN}"
+        f"{', '.join(c for c in DATA_SHEETS if c not in GPUS)}.\nExamples: {_KNOWN}"
     )
 
 

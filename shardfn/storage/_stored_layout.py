@@ -23,10 +23,11 @@ from shardfn._core.automatic_axes import (
 from shardfn._core.control import NOTHING_ASKED, Control
 from shardfn._core.leaves import Leaf
 from shardfn._core.sharding import Axes, Sharding, stored_shape
-from shardfn.storage._layout import partition, with_moments
+from shardfn.storage._layout import partition
 from shardfn.storage._leaves import abstract, leaves_of
 from shardfn.storage._mesh_context import current_mesh
 from shardfn.storage._padding import to_stored
+from shardfn.storage._related_leaves import with_moments
 from shardfn.storage._shared_variables import refuse_shared
 from shardfn.storage._stored_array import whole_sharding
 

@@ -27,7 +27,7 @@ READ = {
 }
 
 FIGURES = {
-    "analysis.targets": "data sheets of machines",
+    "analysis._data_sheets": "data sheets of machines",
     "analysis.report": "what JAX takes of a GPU's memory by default",
 }
 """Modules with named numbers that are no thresholds of this library's."""
@@ -39,7 +39,7 @@ FORMATS = {
     "_schedule.wire_dtypes": "bytes of a float32",
     "_trace.unordered": "bytes of a float32",
     "analysis._text": "bytes in a KiB",
-    "analysis.targets": "data sheets of machines",
+    "analysis.targets": "GPUs of a host",
     "rules.random": "bits of a word",
     "storage._leaves": "words of a raw key",
 }

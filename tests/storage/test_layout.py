@@ -12,12 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shardfn._core.sharding import Axes, Split, flat, local_shape
-from shardfn.storage._layout import (
-    choose_dim,
-    partition,
-    stacked_leaves,
-    with_moments,
-)
+from shardfn.storage._layout import choose_dim, partition
+from shardfn.storage._related_leaves import stacked_leaves, with_moments
 
 MIN_SIZE = 2**14
 
