@@ -1,0 +1,184 @@
+"""How one node is decided: by its rule, as control flow, or on whole operands.
+
+In: a node, the shardings of its operands, what a backward pass found of its results.
+Out: its `Decision`; equal equations share one.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardfn._core.constraint import constrained, operand_preference
+from shardfn._core.control import Control
+from shardfn._core.op_sharding_rule import OpShardingRule
+from shardfn._core.program import Atom, Node, Program, aval_of
+from shardfn._core.sharding import Axes, Sharding
+from shardfn._core.sizes import elements
+from shardfn._propagation import control_flow
+from shardfn._propagation.backward import BackwardResult
+from shardfn._propagation.flow_site import FlowSite, Solve
+from shardfn._propagation.op_strategy import Decision, OpSite
+from shardfn._propagation.preferences import Preferences
+from shardfn._propagation.result_shardings import reduce_at_producer
+
+
+@dataclass(frozen=True, slots=True)
+class Decider:
+    """Decides the nodes of one program.
+
+    Attributes:
+      program: the program.
+      env: shardings of its values so far.
+      axes: the mesh axes.
+      small: unreduced values with fewer elements are reduced as late as possible.
+      control: which sums of loops to leave unreduced until after them.
+      solve: solves a body.
+      known: decisions by what they follow from.
+    """
+
+    program: Program
+    env: dict[int, Sharding]
+    axes: Axes
+    small: int
+    control: Control
+    solve: Solve
+    known: dict[Hashable, Decision]
+
+    @property
+    def nothing(self) -> Preferences:
+        return (frozenset(),) * len(self.axes.names)
+
+    def state(self, atom: Atom) -> Sharding:
+        return self.env[atom] if isinstance(atom, int) else self.axes.replicated
+
+    def decide(self, node: Node, backward: BackwardResult) -> Decision:
+        states = tuple(map(self.state, node.inputs))
+        nothing, axes = self.nothing, self.axes
+        preferences = tuple(backward.preferences.get(v, nothing) for v in node.outputs)
+        now = tuple(self.reduces_at_producer(v, backward) for v in node.outputs)
+        if node.kind == "op" and node.rule is not None:
+            # Equal layers are decided once: equal equations have one rule object.
+            key = id(node.rule), states, preferences, now, node.kinds
+            decision = self.known.get(key)
+            if decision is None:
+                decision = self.op(node, node.rule, states, preferences)
+                decision = reduce_at_producer(
+                    node,
+                    decision,
+                    states,
+                    self.result_avals(node),
+                    preferences,
+                    now,
+                    axes,
+                )
+                self.known[key] = decision
+            return decision
+        if node.kind == "op":
+            decision = self.fallback(node, states)
+        else:
+            decision = self.flow(node, states, preferences, backward)
+        return reduce_at_producer(
+            node, decision, states, self.result_avals(node), preferences, now, axes
+        )
+
+    def op(
+        self,
+        node: Node,
+        rule: OpShardingRule,
+        states: Sequence[Sharding],
+        preferences: Sequence[Preferences],
+    ) -> Decision:
+        site = OpSite(
+            rule=rule,
+            operand_avals=self.operand_avals(node),
+            result_avals=self.result_avals(node),
+            states=states,
+            preferences=preferences,
+            kinds=node.kinds,
+            axes=self.axes,
+            small=self.small,
+        )
+        operands, results, parts = site.decide()
+        made = tuple(results)
+        notes = tuple(site.notes)
+        return Decision(tuple(operands), made, made, tuple(parts), notes=notes)
+
+    def fallback(self, node: Node, states: Sequence[Sharding]) -> Decision:
+        """An op without a rule runs on whole operands."""
+        replicated = self.axes.replicated
+        whole = (replicated,) * len(node.inputs)
+        made = (replicated,) * len(node.outputs)
+        gathers = not node.eqn.effects and any(s != replicated for s in states)
+        return Decision(whole, made, made, fallback=gathers)
+
+    def flow(
+        self,
+        node: Node,
+        states: tuple[Sharding, ...],
+        preferences: tuple[Preferences, ...],
+        backward: BackwardResult,
+    ) -> Decision:
+        if node.kind == "barrier":
+            return Decision(states, states, states, preferences=preferences)
+        if node.kind == "constrain":
+            made = constrained(node.eqn, states[0], self.axes)
+            back = operand_preference(node.eqn, made, preferences[0])
+            return Decision((made,), (made,), (made,), preferences=(back,))
+        site = FlowSite(
+            node=node,
+            operand_avals=self.operand_avals(node),
+            result_avals=self.result_avals(node),
+            states=states,
+            preferences=preferences,
+            operand_preferences=[
+                backward.preferences.get(a, self.nothing)
+                if isinstance(a, int)
+                else self.nothing
+                for a in node.inputs
+            ],
+            may_stay_unreduced=[
+                self.may_leave_unreduced(node, v, backward) for v in node.outputs
+            ],
+            axes=self.axes,
+            small=self.small,
+            solve=self.solve,
+            control=self.control,
+        )
+        return control_flow.decide(site)
+
+    def operand_avals(self, node: Node) -> list[Any]:
+        return [aval_of(self.program, a) for a in node.inputs]
+
+    def result_avals(self, node: Node) -> list[Any]:
+        return [self.program.avals[v] for v in node.outputs]
+
+    def may_leave_unreduced(
+        self, node: Node, value: int, backward: BackwardResult
+    ) -> bool:
+        """Whether a result of control flow may leave it unreduced.
+
+        What a loop makes in every iteration may if it is small, and is then reduced
+        once, after the loop; so may gradients that a loop around this one defers. A
+        custom derivative takes cotangents of whole results.
+        """
+        if node.kind == "custom":
+            return False
+        if node.kind != "remat" and not self.defers(node, value):
+            return elements(self.program.avals[value]) < self.small
+        axes = range(len(self.axes.names))
+        return all((value, axis) not in backward.reduce_at_producer for axis in axes)
+
+    def defers(self, node: Node, value: int) -> bool:
+        """Whether `value` is what a scan stacks of a gradient to be deferred."""
+        index = node.outputs.index(value)
+        if not any(index in region.stacks for region in node.regions):
+            return False
+        leaf = self.program.leaf(value)
+        return self.control.of(*leaf).accumulate == "defer"
+
+    def reduces_at_producer(
+        self, value: int, backward: BackwardResult
+    ) -> tuple[bool, ...]:
+        """Per mesh axis, whether `value` is to be reduced where it is made."""
+        axes = range(len(self.axes.names))
+        return tuple((value, axis) in backward.reduce_at_producer for axis in axes)
