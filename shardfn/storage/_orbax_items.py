@@ -71,14 +71,25 @@ def is_known(dtype: Any) -> bool:
     return True
 
 
+ONLY_SAVED = "in it only: "
+"""How the line of a leaf begins that a checkpoint has and a state has not."""
+
+
 def differences(
-    leaves: Sequence[Leaf], saved: Mapping[str, Saved], keys: Mapping[str, str]
+    leaves: Sequence[Leaf],
+    saved: Mapping[str, Saved],
+    keys: Mapping[str, str],
+    partial: bool = False,
 ) -> list[str]:
-    """A line for every leaf that is not the same in a checkpoint and in a state; `keys`
-    are the dtypes of the PRNG keys that were saved."""
+    """A line for every leaf that is not the same in a checkpoint and in a state, or in
+    a part of one; `keys` are the dtypes of the PRNG keys that were saved."""
     expected = {leaf.name: on_disk(leaf.aval) for leaf in leaves if has_values(leaf)}
     missing = [f"missing: '{k}' {v}" for k, v in expected.items() if k not in saved]
-    extra = [f"in it only: '{k}' {v}" for k, v in saved.items() if k not in expected]
+    extra = [
+        f"{ONLY_SAVED}'{k}' {v}"
+        for k, v in saved.items()
+        if k not in expected and not partial
+    ]
     other = [
         f"different: '{k}' is {saved[k]}, and {v} in the state"
         for k, v in expected.items()
@@ -96,6 +107,13 @@ def differences(
         if k in expected and keys.get(k) != kinds.get(k)
     ]
     return [*missing, *extra, *other]
+
+
+def advice(lines: Sequence[str]) -> str:
+    """What to do about `differences`."""
+    if all(line.startswith(ONLY_SAVED) for line in lines):
+        return "Pass partial=True to read the leaves of this state only."
+    return "Restore into a state of the form that was saved, and change it afterwards."
 
 
 def not_json(x: Any, path: str) -> tuple[str, str] | None:
@@ -161,7 +179,8 @@ def read(
     # that could not.
     with contextlib.closing(handler()) as reader:
         restored = reader.restore(
-            directory, args=ocp.args.PyTreeRestore(item, restore_args=given)
+            directory,
+            args=ocp.args.PyTreeRestore(item, restore_args=given, partial_restore=True),
         )
     targets = [target for leaf, target in both if has_values(leaf)]
     found = zip(jax.tree.leaves(restored), targets, strict=True)

@@ -35,6 +35,7 @@ from shardfn.storage._checkpoint_errors import (
 from shardfn.storage._leaves import leaves_of
 from shardfn.storage._orbax_items import (
     Saved,
+    advice,
     differences,
     empty,
     handler,
@@ -180,8 +181,10 @@ class Checkpoints:
         )
         self._writing = number
 
-    def restore(self, like: Any, number: int | None = None) -> Any:
-        """Reads a checkpoint into a state of the form of `like`.
+    def restore(
+        self, like: Any, number: int | None = None, *, partial: bool = False
+    ) -> Any:
+        """Reads a checkpoint, or a part of it, into a state of the form of `like`.
 
         Each process reads what its devices hold, a few leaves at a time. All processes
         have to call it.
@@ -191,6 +194,9 @@ class Checkpoints:
             shapes and dtypes that the state has to have. `jax.eval_shape(create_state,
             key)` gives one.
           number: the checkpoint's number; the latest one without it.
+          partial: whether the checkpoint may have more leaves than `like`, which are
+            then not read: `{"params": like.params}` is the parameters, without an
+            optimizer's moments.
 
         Returns:
           The state, stored as the step stores it, or whole on the first device if there
@@ -212,7 +218,7 @@ class Checkpoints:
             number = self._found(number)
             leaves, treedef, targets = self._targets(like)
             with self._intact(number):
-                self._check_fit(leaves, number)
+                self._check_fit(leaves, number, partial)
                 where = self._path(number) / ITEM
                 found = read(where, leaves, targets, treedef)[::-1]
         arrays = []
@@ -335,8 +341,9 @@ class Checkpoints:
     def _record(self, number: int) -> dict[str, Any]:
         return _damage.checked((self._path(number) / _damage.FILE).read_bytes())
 
-    def _check_fit(self, leaves: Sequence[Leaf], number: int) -> None:
-        """Lists every leaf that is not the same in the checkpoint and in the state."""
+    def _check_fit(self, leaves: Sequence[Leaf], number: int, partial: bool) -> None:
+        """Lists every leaf that is not the same in the checkpoint and in the state; in
+        a part of a state, of those that it has."""
         metadata = handler().metadata(self._path(number) / ITEM)
         flat, _ = jax.tree_util.tree_flatten_with_path(metadata.tree)
         saved = {
@@ -346,13 +353,12 @@ class Checkpoints:
         record = self._record(number)
         if _damage.checksum_of(saved) != record["leaves"]:
             raise _damage.DamagedError(f"the list of leaves in {ITEM} is not the saved")
-        if lines := differences(leaves, saved, record["keys"]):
+        if lines := differences(leaves, saved, record["keys"], partial):
             raise CheckpointError(
                 f"checkpoint {number} in {self.directory} does not fit the state:\n    "
                 + "\n    ".join(lines)
                 + f"\n  restore was called at {call_site()}\n"
-                "Restore into a state of the form that was saved, and change it "
-                "afterwards."
+                f"{advice(lines)}"
             )
 
     def _path(self, number: int) -> epath.Path:

@@ -204,6 +204,35 @@ def test_every_leaf_that_does_not_fit_is_listed(saved, steps) -> None:
     ]
 
 
+@pytest.mark.parametrize("target", ["3", "whole"])
+def test_a_part_of_a_checkpoint(target, saved, steps, state, monkeypatch) -> None:
+    """Only the leaves of that part are read; what is not in the checkpoint is still an
+    error, and so are other leaves where no part is asked for."""
+    read, names = _orbax_handler._read, []
+
+    async def counted(spec, shape, stored):
+        names.append(spec.to_json()["kvstore"]["path"])
+        return await read(spec, shape, stored)
+
+    monkeypatch.setattr(_orbax_handler, "_read", counted)
+    step = steps[target]
+    part = {"params": WHOLE["params"], "keys": {"typed": WHOLE["keys"]["typed"]}}
+    with Checkpoints(saved["8"], step) as checkpoints:
+        restored = checkpoints.restore(part, partial=True)
+        assert len(names) == len(jax.tree.leaves(part))
+        with pytest.raises(CheckpointError) as error:
+            checkpoints.restore(part)
+        last = str(error.value).splitlines()[-1]
+        assert last == "Pass partial=True to read the leaves of this state only."
+        with pytest.raises(CheckpointError, match="missing: 'params/new' float32"):
+            checkpoints.restore({"params": {"new": jnp.ones(2)}}, partial=True)
+        with pytest.raises(CheckpointError, match="different: 'weak' is float32"):
+            checkpoints.restore({"weak": jnp.ones(3)}, partial=True)
+    whole = restored if step is None else step.unshard(restored)
+    expected = {"params": state["params"], "keys": {"typed": state["keys"]["typed"]}}
+    assert_same(expected, whole, "restored", tol=0.0)
+
+
 def test_a_checkpoint_that_was_not_finished_is_not_there(
     steps, tmp_path, monkeypatch
 ) -> None:
