@@ -6,7 +6,7 @@ to make the op local; `make_rule` builds one, `rule_registry` finds it.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shardfn._core.sharding import flat_start
 
@@ -36,6 +36,8 @@ class OpShardingRule:
         needed in blocks that begin so many rows earlier, around the ends.
       regroups: the op may run on blocks of the minor one of two factors of an operand's
         dimension, the blocks of each run of it one after the other.
+      threshold: which limit decided what may be split, for people; two rules that
+        differ in nothing else are equal.
     """
 
     operands: tuple[tuple[Dim, ...], ...]
@@ -48,6 +50,7 @@ class OpShardingRule:
     picks: bool = False
     shifts: tuple[tuple[str, int], ...] = ()
     regroups: bool = False
+    threshold: str = field(default="", compare=False)
 
     def size(self, factor: str) -> int:
         """Elements of `factor`."""

@@ -7,13 +7,14 @@ they are made, until a round changes nothing. Any round's decisions are a correc
 
 import itertools
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardfn._core.control import NOTHING_ASKED, Control
 from shardfn._core.limits import FREE_ROUNDS
 from shardfn._core.plan import BodyPlan
 from shardfn._core.program import Program, aval_of
+from shardfn._core.reasons import Note
 from shardfn._core.sharding import Axes, Sharding, Split
 from shardfn._propagation.backward import BackwardResult, Memo, propagate_backward
 from shardfn._propagation.decide_node import Decider
@@ -21,6 +22,12 @@ from shardfn._propagation.flow_site import Solved
 from shardfn._propagation.insert_reshards import plan_steps
 from shardfn._propagation.op_strategy import Decision
 from shardfn._propagation.preferences import Preferences, reduced
+
+GREW = Note(
+    "propagate",
+    f"what is preferred of it still changed after {FREE_ROUNDS} rounds, and could only "
+    "grow from then on (limits.FREE_ROUNDS)",
+)
 
 
 @dataclass(slots=True)
@@ -107,15 +114,16 @@ class _Body:
         backward = BackwardResult({}, frozenset())
         self.decide_all(backward)
         for round_ in itertools.count(1):
-            found = self.propagate_backward()
+            free = self.propagate_backward()
             preferences = (
-                found.preferences if round_ <= FREE_ROUNDS else found.grown(backward)
+                free.preferences if round_ <= FREE_ROUNDS else free.grown(backward)
             )
             found = BackwardResult(
-                preferences, found.reduce_at_producer | backward.reduce_at_producer
+                preferences, free.reduce_at_producer | backward.reduce_at_producer
             )
             changes = found.changes(backward)
             if not changes:
+                self.note_grown(preferences, free.preferences)
                 break
             backward = found
             self.decide_changed(backward, changes)
@@ -145,6 +153,19 @@ class _Body:
             self.solver.axes,
             self.solver.backward_memo,
         )
+
+    def note_grown(
+        self, preferences: dict[int, Preferences], free: dict[int, Preferences]
+    ) -> None:
+        """Says where `preferences` are other than the last round by itself found."""
+        grown = {v for v, each in preferences.items() if free.get(v) != each}
+        if not grown:
+            return
+        for i, node in enumerate(self.program.nodes):
+            if not grown.isdisjoint(node.outputs):
+                decision = self.decisions[i]
+                notes = (*decision.notes, GREW)
+                self.decisions[i] = replace(decision, notes=notes)
 
     def output(self, j: int, backward: BackwardResult) -> Sharding:
         """The sharding in which output `j` is returned."""

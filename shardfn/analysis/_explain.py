@@ -89,8 +89,26 @@ class Why:
         notes = () if cause is None else cause.notes
         return [
             f"{self.because()}",
+            *self.threshold(),
             *(_note_text(note) for note in (*notes, *self.step.notes)),
         ]
+
+    def threshold(self) -> Iterator[str]:
+        """What a threshold of the rule decided of this move."""
+        cause = self.step.cause
+        rule = None if cause is None or cause.node is None else cause.node.rule
+        if cause is None or rule is None or not rule.threshold:
+            return
+        start, factor = self.move.state, dict(_by_axis(cause)).get(self.move.axis)
+        if isinstance(start, Unreduced):
+            decides = factor is not None and rule.reducer(factor) is not None
+        elif isinstance(start, Split) and cause.side == OPERAND and start.dim >= 0:
+            stuck = rule.whole.intersection(rule.operands[cause.index][start.dim])
+            decides = cause.index == 0 and bool(stuck)
+        else:
+            decides = False
+        if decides:
+            yield f"propagate: {rule.threshold}"
 
     def because(self) -> str:
         """What it is for."""

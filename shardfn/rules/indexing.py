@@ -24,7 +24,7 @@ from shardfn.rules._factors import (
     shape_of,
     take,
 )
-from shardfn.rules.slicing import clamped, picks_few
+from shardfn.rules.slicing import clamped, selection_rule
 
 
 def _local_sizes(op: LocalOp, sizes: Sequence[int]) -> tuple[int, ...]:
@@ -95,15 +95,14 @@ def _gather(eqn: JaxprEqn) -> OpShardingRule:
         next(windows) if d in numbers.offset_dims else next(batch)
         for d in range(len(result_shape(eqn)))
     ]
-    reducer = None if "FILL" in eqn.params["mode"].name else picks_few(eqn)
-    return make_rule(
+    return selection_rule(
         eqn,
         [operand, indices],
-        [result],
-        reduce=dict.fromkeys(looked_up, reducer) if reducer else {},
-        whole=whole if reducer else whole | {*looked_up},
+        result,
+        selected=looked_up,
+        whole=whole,
         linear=[[0]] if _fill_is_linear(eqn) else [],
-        picks=bool(reducer),
+        may_pick="FILL" not in eqn.params["mode"].name,
     )
 
 

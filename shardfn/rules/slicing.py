@@ -6,7 +6,8 @@ is their sum. A dimension that a window is put into is made where it is used.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -29,6 +30,15 @@ from shardfn.rules._factors import (
 )
 
 Start = jax.Array | int
+
+FEW = (
+    f"it selects at most {FEW_SELECTED} of the elements, so terms of these are reduced "
+    "in place of a gather of all (limits.FEW_SELECTED)"
+)
+MANY = (
+    f"it selects more than {FEW_SELECTED} of the elements, so all are gathered "
+    "(limits.FEW_SELECTED)"
+)
 
 
 def partly_changed(
@@ -68,12 +78,40 @@ def _sides(
     return before, tuple(after)
 
 
-def picks_few(eqn: JaxprEqn) -> str | None:
-    """How terms of a selection are reduced if it is at most half of what it selects
-    from: an all-reduce of it then moves no more than a gather of that. Else None."""
-    dtype = dtype_of(eqn)
+def selection_rule(
+    eqn: JaxprEqn,
+    operands: Iterable[Sequence[str]],
+    result: Sequence[str],
+    *,
+    selected: Collection[str],
+    whole: Iterable[str] = (),
+    linear: Any = "",
+    may_pick: bool = True,
+) -> OpShardingRule:
+    """The rule of an op that selects along the factors `selected` of its first operand.
+
+    If it selects little, each device gives what it holds, else zeros: the sum of these
+    terms moves no more than a gather of what is selected from. If not, or if `may_pick`
+    says that it cannot, the factors stay whole.
+    """
+    reducer = _reducer_of(dtype_of(eqn)) if may_pick else None
     few = math.prod(result_shape(eqn)) <= FEW_SELECTED * math.prod(shape_of(eqn))
-    if not few or not isinstance(dtype, np.dtype):
+    threshold = "" if reducer is None else FEW if few else MANY
+    rule = make_rule(
+        eqn,
+        operands,
+        [result],
+        reduce=dict.fromkeys(selected, reducer) if reducer and few else {},
+        whole={*whole, *(() if reducer and few else selected)},
+        linear=linear,
+        picks=bool(reducer and few),
+    )
+    return replace(rule, threshold=threshold)
+
+
+def _reducer_of(dtype: Any) -> str | None:
+    """What makes one value of terms of which all but one are zero; None if nothing."""
+    if not isinstance(dtype, np.dtype):
         return None
     if dtype == np.dtype(bool):
         return "or"
@@ -122,16 +160,14 @@ def _changed(op: LocalOp) -> list[bool]:
 def _slice_rule(eqn: JaxprEqn, changed: Sequence[bool], linear: Any) -> OpShardingRule:
     before, after = _sides(eqn, changed)
     cut = {b: f for b, f in zip(before, after, strict=True) if b != f}
-    reducer = picks_few(eqn)
     scalars = [()] * (len(eqn.invars) - 1)
-    return make_rule(
+    return selection_rule(
         eqn,
         [before, *scalars],
-        [after],
-        reduce=dict.fromkeys(cut, reducer) if reducer else {},
-        whole={*cut.values(), *(() if reducer else cut)},
+        after,
+        selected=cut,
+        whole=cut.values(),
         linear=linear,
-        picks=bool(reducer),
     )
 
 

@@ -29,7 +29,18 @@ Layout = tuple[Sharding, tuple[Why, ...]]
 """How a leaf is stored, and why."""
 
 OWN: tuple[Why, ...] = (("per_device_state: each device keeps its own", ()),)
-FILLING = "{} devices divide dimension {} of {}, in parts that fill TPU tiles"
+FILLING = (
+    "{} devices divide dimension {} of {}, in parts that fill TPU tiles "
+    "(limits.TPU_TILE)"
+)
+FIRST = (
+    FILLING
+    + f"; of several that do it is the first of at least {FEATURES} (limits.FEATURES)"
+)
+LARGEST = (
+    FILLING
+    + f"; of several that do, all below {FEATURES} (limits.FEATURES), it is the largest"
+)
 DIVISIBLE = "{} devices divide dimension {} of {}"
 PADDED = (
     "no dimension divides by {}; of padding dimension {} of {} is the least, and at "
@@ -204,7 +215,11 @@ def _choose_dim(
     divisible = [d for d in dims if waste(d) == 0]
     if divisible:
         best = max(divisible, key=preference)
-        text = FILLING if _fills_tiles(shape, best, count) else DIVISIBLE
+        rivals = [d for d in divisible if preference(d)[:2] == preference(best)[:2]]
+        text = DIVISIBLE
+        if _fills_tiles(shape, best, count):
+            text = FIRST if shape[best] >= FEATURES else LARGEST
+            text = text if len(rivals) > 1 else FILLING
         return best, (text, (count, best, shape[best]))
     padded = [d for d in dims if waste(d) <= PADDING_SHARE and not (stacked and d == 0)]
     if padded:

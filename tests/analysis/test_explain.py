@@ -14,6 +14,7 @@ from jax import lax
 from plan_helpers import shard, shard_fn
 
 import shardfn
+from shardfn._propagation import propagate
 from shardfn._schedule.pipeline import PASSES
 
 HERE = "test_explain.py"
@@ -37,7 +38,7 @@ SHAPES = {"up": (16, 512), "down": (512, 18), "bias": (18,)}, (8, 16)
 
 UP = """
 up: float32 16x512, stored split over data along dimension 1
-  4 devices divide dimension 1 of 512, in parts that fill TPU tiles
+  4 devices divide dimension 1 of 512, in parts that fill TPU tiles (limits.TPU_TILE)
   forward all_gather over data: 16x512 float32, 24.0 KiB sent, at FILE:N (loss_fn)
     propagate: dot_general `b a, a c -> b c  reduce={a}`: data splits b, the batch's
     rows; it has no b, so it is gathered
@@ -168,7 +169,27 @@ def microbatched(w, x):
     return jax.tree.map(lambda w, g: w - g, w, grads), ()
 
 
+def taught(w, x):
+    """The second loss takes what the first has made, and something else of it."""
+
+    def loss_fn(w, h):
+        return jnp.sum(jnp.tanh(h @ w["in"]) ** 2)
+
+    loss, grads = jax.value_and_grad(layered)(w, x)
+    more = jax.grad(loss_fn)(w, jnp.tanh(x @ grads["in"]))
+    return jax.tree.map(lambda w, g, m: w - g - m, w, grads, more), loss
+
+
+def picked(w, x):
+    """Rows of a table: of `w["table"]` few, of `w["small"]` many."""
+    rows = jnp.arange(8) % 4
+    few = w["table"].at[rows].get(mode="clip")
+    many = w["small"].at[rows].get(mode="clip")
+    return w, jnp.sum(few**2) + jnp.sum(many) + jnp.sum(x)
+
+
 STACK = {"in": (16, 16), "layers": (3, 16, 16)}
+TABLES = {"table": (64, 5), "small": (8, 5)}
 
 REASONS = {
     "an option keeps": (
@@ -221,6 +242,18 @@ REASONS = {
         r"propagate: the sums that it carries take .* together, at most 64\.0 MiB "
         r"\(limits\.LOOP_BYTES\), so they are reduced once, behind it",
     ),
+    "few rows of a table": (
+        picked,
+        {},
+        HERE,
+        r"it selects at most 1/2 of the elements, .* \(limits\.FEW_SELECTED\)",
+    ),
+    "most rows of a table": (
+        picked,
+        {},
+        "small",
+        r"it selects more than 1/2 of the elements, .* \(limits\.FEW_SELECTED\)",
+    ),
     "an option stores": (
         descend,
         {"shard": {"in": False}},
@@ -237,9 +270,19 @@ def test_what_decided_is_said(name: str) -> None:
         train_step: SHAPES,
         microbatched: (STACK, (16, 16)),
         grown: ({"in": (16, 16)}, (8, 16, 16)),
+        picked: (TABLES, (8, 4)),
     }.get(step, (STACK, (8, 16)))
     plan = shard_fn(step, mesh(), *shapes, **options).plan
     assert re.search(text, plan.explain(leaf)), plan.explain(leaf)
+
+
+def test_rounds_that_went_on_are_said(monkeypatch) -> None:
+    monkeypatch.setattr(propagate, "FREE_ROUNDS", 0)
+    plan = shard_fn(taught, mesh(), STACK, (8, 16)).plan
+    text = "still changed after 5 rounds, and could only grow from then on"
+    assert f"propagate: what is preferred of it {text} (limits.FREE_ROUNDS)" in (
+        plan.explain("*")
+    )
 
 
 @pytest.mark.parametrize(
@@ -248,6 +291,9 @@ def test_what_decided_is_said(name: str) -> None:
         ((21, 5), r"no dimension divides by 4, and .* 1% \(limits\.PADDING_SHARE\)"),
         ((401, 5), r"401 is the least, and at most 1% \(limits\.PADDING_SHARE\)"),
         ((6, 40), r"4 devices divide dimension 1 of 40$"),
+        ((4, 512), r"fill TPU tiles \(limits\.TPU_TILE\)$"),
+        ((512, 512), r"it is the first of at least 128 \(limits\.FEATURES\)$"),
+        ((32, 64, 8), r"all below 128 \(limits\.FEATURES\), it is the largest$"),
     ],
 )
 def test_how_a_leaf_is_stored_is_said(shape, text) -> None:

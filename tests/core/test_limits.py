@@ -132,3 +132,20 @@ def test_every_limit_says_what_it_counts_and_is_used(name: str) -> None:
     assert name in READ, f"nothing reads limits.{name}"
     words = re.findall(r"`([A-Z_]+)`", str(reason.value.value))
     assert all(hasattr(limits, word) for word in words)
+
+
+DECIDE_NO_LINE = {
+    "REPLICATED_SHARE": "of a warning, which gives the share",
+    "REPLICATED_FLOPS": "of a warning, which gives them",
+}
+
+
+def test_plans_name_the_thresholds_that_decide_a_line() -> None:
+    """Those that come before what is read of the user's step."""
+    source = (ROOT / "_core/limits.py").read_text()
+    of_plans, sections, _ = source.partition("\n# What is read of the user's step")
+    assert sections
+    names = re.findall(r"^([A-Z_]+) = ", of_plans, re.MULTILINE)
+    texts = "".join(path.read_text() for path in sorted(ROOT.rglob("*.py")))
+    unnamed = [name for name in names if not re.search(rf"\(limits\.{name}\b", texts)]
+    assert unnamed == list(DECIDE_NO_LINE)
