@@ -4,9 +4,9 @@ In: the leaves of a call. Out: the arrays to run on, or None: then the long way 
 out what they are, places them, or says what is wrong with them.
 """
 
+import functools
 import itertools
 import math
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,27 +15,18 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from shardfn._api.known_arrays import KnownArrays, last_states, next_call
 from shardfn._core import compat
 from shardfn._core.call_arguments import Position, meaning_of, new_leaves
 from shardfn._core.leaves import Leaf
+from shardfn._core.limits import KINDS
 from shardfn.storage._mesh_context import on_mesh_of
 from shardfn.storage._placement import Storage, is_placed
 from shardfn.storage._stored_array import StoredArray
 
-KIND = "_shardfn_kind"
-"""Attribute of an array that a step has made of donated ones: the `Kind` that it fits,
-of which every leaf of a state has its own."""
-
-CALL = "_shardfn_call"
-"""Attribute of such an array: the number of the call that made it. Whatever is older
-shares no buffer with it."""
-
 SEEN = "_shardfn_seen"
 """Attribute of an array of a batch: the number of a call that it was given to. It
 shares no buffer with what was made later."""
-
-_kind_of, _call_of = operator.attrgetter(KIND), operator.attrgetter(CALL)
-_calls = itertools.count(1)
 
 SCALARS = (bool, int, float, complex)
 """Python types that JAX takes for scalars."""
@@ -65,19 +56,17 @@ class Kind:
       aval: shape, dtype and sharding of the array that stores it.
       shape: shape of the leaf.
       name: its path.
-      has_values: whether it is an array; a float0 is none.
     """
 
     aval: jax.ShapeDtypeStruct
     shape: tuple[int, ...]
     name: str
-    has_values: bool
 
     @classmethod
     def of(cls, leaf: Leaf, aval: jax.ShapeDtypeStruct) -> "Kind":
-        """That of a leaf which an array like `aval` stores."""
-        has_values = aval.dtype != jax.dtypes.float0
-        return cls(aval, leaf.aval.shape, leaf.name, has_values)
+        """That of a leaf which an array like `aval` stores: the same object for the
+        same leaf, so that those of two calls compare at once."""
+        return _kind(aval, leaf.aval.shape, leaf.name)
 
     @property
     def is_padded(self) -> bool:
@@ -93,7 +82,10 @@ class Kind:
         )
 
 
-@dataclass(frozen=True, slots=True)
+_kind = functools.lru_cache(maxsize=KINDS)(Kind)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Division:
     """Where the leaves of a call's arguments belong.
 
@@ -116,6 +108,10 @@ class Division:
             return None
         state = tuple(parts[i] for i in states if isinstance(i, int))
         return cls(state, tuple(x for i, x in enumerate(parts) if i not in states))
+
+    def is_like(self, other: "Division") -> bool:
+        """Whether another one divides in the same way; keys hold them as objects."""
+        return (self.state, self.batch) == (other.state, other.batch)
 
     def divide(self, leaves: list[Any]) -> tuple[list[Any], list[Any]]:
         """The leaves of the state, and those of the batch."""
@@ -151,29 +147,28 @@ class Ready:
     donates: bool
     moves: dict[Mesh, tuple[tuple[int, Mesh], ...]] = field(default_factory=dict)
 
-    def arrays(self, state: Sequence[Any]) -> tuple[list[jax.Array], int] | None:
+    def arrays(
+        self, state: Sequence[Any]
+    ) -> tuple[list[jax.Array], KnownArrays | None] | None:
         """The arrays that store the state's leaves, if they are stored as the step
-        takes them, and alive; and the number of the call that made the oldest, or 0 if
-        not all were made by calls, or one is there twice."""
+        takes them, and alive; and what is known of them."""
         found = list(state)
         for i in self.padded:
             x = found[i]
             if type(x) is not StoredArray or x.shape != self.kinds[i].shape:
                 return None
             found[i] = x.array
-        try:  # at the speed of C: a state has hundreds of leaves
-            if any([x.is_deleted() for x in found]):
+        known = last_states.find(found, self.kinds)
+        if known is None:
+            if not all(map(Kind.fits, self.kinds, found)):
                 return None
-            if list(map(_kind_of, found)) == self.kinds:
-                return found, min(map(_call_of, found), default=0)
-        except AttributeError:  # of an array that no step has made, or of no array
-            pass
-        for x, kind in zip(found, self.kinds, strict=True):
-            if not kind.fits(x) or x.is_deleted():
-                return None
-        are_several = len(set(map(id, found))) == len(found)
-        calls = (getattr(x, CALL, 0) for x in found)
-        return found, min(calls, default=0) if are_several else 0
+            known = KnownArrays.of(found, self.kinds)
+            last_states.add(known)
+        return None if any([x.is_deleted() for x in found]) else (found, known)
+
+    def made(self, known: KnownArrays | None) -> int:
+        """The number of the call that made all arrays which are donated, or 0."""
+        return known.call if known and known.made >= self.returned else 0
 
     def place(self, batch: Sequence[Any]) -> list[Any] | None:
         """The batch's leaves, of the types of that call, on the mesh, if alive."""
@@ -189,14 +184,23 @@ class Ready:
                     setattr(placed[-1], SEEN, _seen(x))
         return placed
 
-    def hand_back(self, out: Any, storage: Storage, batch: Sequence[Any]) -> Any:
-        """What the step returns: results on the caller's mesh, the new state's leaves
-        known to the next call, and padded ones in their own shapes.
+    def hand_back(
+        self,
+        out: Any,
+        storage: Storage,
+        batch: Sequence[Any],
+        stored: Sequence[Any],
+        known: KnownArrays | None,
+    ) -> Any:
+        """What the step returns: results on the caller's mesh, the new state's arrays
+        known to the next call, and padded leaves in their own shapes.
 
         Args:
           out: what the jitted step returned.
           storage: how the state is stored.
           batch: the leaves of the batch, as the caller gave them.
+          stored: the state's arrays, as the jitted step took them.
+          known: what was known of them.
         """
         flat, tree = jax.tree.flatten(out)
         new = new_leaves(tree, meaning_of(self.rest))
@@ -207,11 +211,10 @@ class Ready:
             spec = flat[i].sharding.spec
             flat[i] = jax.device_put(flat[i], NamedSharding(mesh, spec))
         if self.donates:
-            call = next(_calls)
-            for i, kind in zip(new, self.kinds, strict=False):
-                if kind.has_values:
-                    x = flat[i]
-                    x._shardfn_kind, x._shardfn_call = kind, call  # KIND, CALL
+            arrays = [flat[i] for i in new]
+            arrays += stored[len(arrays) :]
+            made = KnownArrays.of(arrays, self.kinds, len(new), next_call())
+            last_states.add(made, instead=known)
         for i in self.padded:
             if i < self.returned:
                 j, kind = new[i], self.kinds[i]
@@ -221,26 +224,28 @@ class Ready:
         return out
 
 
-def apart(state: list[Any], batch: Sequence[Any], oldest: int = 0) -> list[Any]:
+def apart(state: list[Any], batch: Sequence[Any], made: int = 0) -> list[Any]:
     """The state's arrays, where none shares a buffer with another one or with one of
     the batch: donated twice, or donated and read, a buffer ends the process.
 
     Args:
       state: the arrays.
       batch: those of the batch among others.
-      oldest: the number of the call that made the oldest of `state`, if all were made
-        by calls and none is there twice, so that no two share one; else 0.
+      made: the number of the call that made all of `state`, or 0.
 
     Returns:
       The arrays, or copies of some.
     """
     given = [x for x in batch if type(x) in compat.CONCRETE_ARRAYS]
-    strange = [x for x in given if getattr(x, SEEN, oldest) >= oldest]
-    if oldest and not strange and not any(hasattr(x, KIND) for x in given):
+    if made and all([getattr(x, SEEN, made) < made for x in given]):
         return state
-    strange = [x for x in strange if not hasattr(x, KIND)]
-    if not oldest:
-        strange += [x for x in state if not hasattr(x, KIND)]
+    calls = last_states.calls()
+    if not made and len(set(map(id, state))) == len(state):
+        made = min([calls.get(id(x), 0) for x in state], default=0)
+    strange = [x for x in given if getattr(x, SEEN, made) >= made]
+    if not made:
+        strange += state
+    strange = [x for x in strange if id(x) not in calls]
     arrays = {*map(id, state), *map(id, given)}
     if not strange and len(arrays) == len(state) + len(given):
         return state
@@ -265,7 +270,7 @@ def apart(state: list[Any], batch: Sequence[Any], oldest: int = 0) -> list[Any]:
 def _seen(x: jax.Array) -> int:
     """The number of the first call that an array of a batch was given to."""
     if not hasattr(x, SEEN):
-        setattr(x, SEEN, next(_calls))
+        setattr(x, SEEN, next_call())
     return getattr(x, SEEN)
 
 

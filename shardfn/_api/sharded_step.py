@@ -149,29 +149,30 @@ class ShardedStep(StateMethods, Generic[P, R]):
         flat, tree = jax.tree.flatten(given_args)
         division = self._divisions.find(tree)
         state, flat_batch = division.divide(flat) if division else ([], [])
-        key = self._key(tree, flat_batch) if division else None
+        key = self._key(division, flat_batch) if division else None
         ready = None if key is None else self._ready.find(key)
         found = None if ready is None else ready.arrays(state)
         placed = None if ready is None else ready.place(flat_batch)
         if ready is not None and found is not None and placed is not None:
-            stored, oldest = found
+            stored, known = found
         else:
             states, batch = self._divide(given_args, {})
-            flat_batch, oldest = jax.tree.leaves(batch), 0
+            flat_batch, known = jax.tree.leaves(batch), None
             ready, stored, placed = self._prepare(states, batch)
-            division = Division.of(tree, batch.meaning.arguments)
-            self._divisions[tree] = division
-            key = self._key(tree, flat_batch) if division else None
+            new = Division.of(tree, batch.meaning.arguments)
+            if division is None or new is None or not new.is_like(division):
+                division = self._divisions[tree] = new
+            key = self._key(division, flat_batch) if division else None
             if key is not None:
                 self._ready[key] = ready
         if ready.donates:
-            stored = apart(stored, placed, oldest)
+            stored = apart(stored, placed, ready.made(known))
             placed = caches_apart(ready.rest, placed, flat_batch)
         try:
             out = ready.run(*given(stored, ready.returned, ready.rest, placed))
         except jax.errors.UnexpectedTracerError as error:
             raise leaked_tracer() from error
-        return ready.hand_back(out, self.storage, flat_batch)
+        return ready.hand_back(out, self.storage, flat_batch, stored, known)
 
     @names_step
     @advises_binding
@@ -396,15 +397,15 @@ class ShardedStep(StateMethods, Generic[P, R]):
                 self._checked[program] = True
         return ready, stored, placed
 
-    def _key(self, tree: Any, batch: Sequence[Any]) -> Any:
-        """What calls have in common that run the same compiled step, but the types of
-        the state; None if that cannot be told at once."""
+    def _key(self, division: Division, batch: Sequence[Any]) -> Any:
+        """What calls of one structure have in common that run the same compiled step,
+        but the types of the state; None if that cannot be told at once."""
         types = None if compat.is_tracing() else types_of(batch)
         if types is None:
             return None
         settings = None if self.verify == "off" else compat.configuration()
         debugs = compat.checks_values()
-        return tree, types, self.storage.current_mesh, settings, debugs
+        return division, types, self.storage.current_mesh, settings, debugs
 
     def _check_processes(self, planned: Planned, group: Sequence[int]) -> None:
         """Raises if another process of a group is about to run another plan."""

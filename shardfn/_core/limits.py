@@ -83,6 +83,13 @@ compiled, the last used: a program takes megabytes, and compiling it again secon
 minutes. Lengths in buckets are fewer; as many as there are lengths are no cache. 80
 shapes cost 2.3 MiB each."""
 
+KNOWN_STATES = 16
+"""How many states that calls returned or read last are known again at once: as many
+alternate without a closer look. One of 600 leaves takes 50 KiB."""
+
+KINDS = 2**14
+"""Leaves of states, of all steps, that are described by one object each."""
+
 PROCESS_SECONDS = 600
 """How long one process waits for another to plan the step that it plans itself."""
 

@@ -1,0 +1,123 @@
+"""In: states that calls returned, as they are, changed, mixed or dropped. Out: the very
+same are known again, and nothing else is.
+"""
+
+import gc
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from plan_helpers import cpu_mesh
+
+import shardfn
+from shardfn._api import call_cache
+from shardfn._api.known_arrays import KnownArrays, last_states
+from shardfn._core.limits import KNOWN_STATES
+
+MESH = cpu_mesh(4)
+
+
+def add(state, x):
+    return jax.tree.map(lambda w: w + jnp.sum(x), state), ()
+
+
+ADD = shardfn.fully_shard(add, MESH, min_size=0)
+READ = shardfn.fully_shard(
+    lambda s, x: (s, s["a"][0] + jnp.sum(x)), MESH, min_size=1, donate=False
+)
+
+
+def new_state():
+    return ADD.shard({"a": jnp.zeros(8), "b": jnp.zeros(8), "odd": jnp.zeros(7)})
+
+
+@pytest.fixture
+def looked_at(monkeypatch) -> list[str]:
+    """Grows with every leaf of a state whose shape is looked at."""
+    names, fits = [], call_cache.Kind.fits
+
+    def count(self, x):
+        names.append(self.name)
+        return fits(self, x)
+
+    monkeypatch.setattr(call_cache.Kind, "fits", count)
+    return names
+
+
+def test_what_steps_return_is_known_to_each_of_them(looked_at) -> None:
+    """Two states alternate, batches of two shapes, and a second step."""
+    other = shardfn.fully_shard(add, MESH, min_size=0)
+    states = [new_state(), new_state()]
+    for turn in range(4):
+        if turn == 2:  # by then every kind of batch has been seen
+            looked_at.clear()
+        for i in (0, 1):
+            for step, rows in ((ADD, 4), (ADD, 8), (other, 4)):
+                states[i], _ = step(states[i], jnp.ones(rows))
+    assert looked_at == []
+    for state in states:
+        whole = ADD.unshard(state)
+        jax.tree.map(lambda w: np.testing.assert_array_equal(w, 64), whole)
+
+
+CHANGES = {
+    "another array": lambda s: {**s, "a": s["a"] + 0},
+    "two swapped": lambda s: {**s, "a": s["b"], "b": s["a"]},
+    "one twice": lambda s: {**s, "a": s["b"]},
+    "an alias": lambda s: {**s, "a": jax.device_put(s["b"], s["b"].sharding)},
+    "another layout": lambda s: {**s, "a": np.asarray(s["a"])},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_state_is_looked_at(change: str, looked_at) -> None:
+    state, _ = ADD(new_state(), jnp.ones(4))
+    state, _ = ADD({**state, "b": state["a"] * 2}, jnp.ones(4))
+    state = CHANGES[change](state)
+    expected = jax.tree.map(np.asarray, add(state, jnp.ones(4))[0])
+    looked_at.clear()
+    got, _ = ADD(state, jnp.ones(4))
+    assert looked_at
+    jax.tree.map(np.testing.assert_array_equal, ADD.unshard(got), expected)
+
+
+def test_a_deleted_state_is_refused_though_it_is_known() -> None:
+    state, _ = ADD(new_state(), jnp.ones(4))
+    state["b"].delete()
+    with pytest.raises(shardfn.ShardingError, match="leaf 'b' was donated to"):
+        ADD(state, jnp.ones(4))
+    assert not state["a"].is_deleted()
+
+
+def test_no_state_is_kept_alive_and_no_array_is_written_to() -> None:
+    state, _ = ADD(new_state(), jnp.ones(4))
+    assert not getattr(state["a"], "__dict__", {})
+    dropped = weakref.ref(state["b"])
+    state = {"a": state["a"]}
+    gc.collect()
+    assert dropped() is None
+
+
+def test_an_array_of_the_place_of_a_dead_one_is_not_taken_for_it() -> None:
+    class Thing:
+        pass
+
+    thing, kinds = Thing(), [object()]
+    known = KnownArrays.of([thing], kinds, made=1, call=1)
+    assert known.are([thing])
+    place = id(thing)
+    del thing
+    others = [Thing() for _ in range(100)]
+    assert any(id(x) == place for x in others)
+    assert not any(known.are([x]) for x in others)
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    """Evaluation reads each state, whose leaves are others to it."""
+    state = new_state()
+    for _ in range(KNOWN_STATES):
+        state, _ = ADD(state, jnp.ones(4))
+        READ({"a": state["a"]}, jnp.ones(4))
+    assert len(last_states.known) == KNOWN_STATES
