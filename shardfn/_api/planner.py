@@ -66,7 +66,7 @@ def plan_traced(
     """
     names = [leaf_name(leaf.path) for leaf in state]
     control.check(names)
-    asked, control = control, control.on(axes.names[-1], axes.sizes[-1])
+    asked, control = control, control.on(axes)
     shapes = [aval.shape for aval in traced.jaxpr.in_avals]
     arguments: list[Any] = [None] * len(shapes)
     for k, (i, sharding) in enumerate(

@@ -17,6 +17,7 @@ from shardfn._core.errors import ShardingError, call_site, called, cannot_be, li
 from shardfn._core.leaf_options import LEAF_OPTIONS, LeafOptions
 from shardfn._core.limits import SHOWN_MATCHES
 from shardfn._core.option_values import Option
+from shardfn._core.sharding import Axes
 
 Choices = tuple[tuple[str, Any], ...]
 """Path patterns and what they choose, the first match first."""
@@ -118,9 +119,10 @@ class Control:
     def _given(self) -> str:
         return f"  fully_shard was called at {self.place}\n" if self.place else ""
 
-    def on(self, axis: str, size: int) -> "Control":
-        """The same on a mesh axis of `size` devices, which may keep parameters gathered
-        within groups of some of them: of one is whole, of all is as stored."""
+    def on(self, axes: Axes) -> "Control":
+        """The same on these mesh axes, of which one may be divided into groups that
+        have parameters gathered: groups of one are whole, of all are as stored."""
+        axis, size = axes.names[axes.divided], axes.sizes[axes.divided]
         groups = self.groups - {size}
         for smaller, larger in itertools.pairwise((1, *sorted(groups), size)):
             if larger % smaller or larger > size:

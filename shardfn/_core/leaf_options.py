@@ -88,7 +88,7 @@ class LeafOptions(TypedDict, total=False):
         Option(
             default="auto",
             values=ACCUMULATE,
-            read_by=("_propagation.loop_carries", "_propagation.propagate"),
+            read_by=("_propagation.loop_carries", "_propagation.decide_node"),
             doc="""How a scan that adds up a gradient, such as one over microbatches,
             holds it. "scatter": each iteration reduce-scatters its gradient and adds it
             to a shard; the shards are all-reduced over other mesh axes once, after the

@@ -8,9 +8,11 @@ Out: the shape on one device and the PartitionSpec.
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from jax.sharding import PartitionSpec
+
+from shardfn._core.axis_kinds import AxisKind, default_kinds
 
 
 def flat(start: int) -> int:
@@ -61,9 +63,10 @@ class Axes:
     """The mesh axes that are sharded over, major to minor, and their sizes in devices.
 
     `mesh` is all axes of the mesh and their sizes, in its order; empty if not known.
-    `groups` are the sizes of groups of neighbours along the last axis, each dividing
-    the next, within which values may be split; `shard_map` then binds parts of it.
+    `groups` are the sizes of groups of neighbours along one axis, each dividing the
+    next, within which values may be split; `shard_map` then binds parts of it.
     `cannot_sum` names the dtypes that the compiler cannot sum over these devices.
+    `kinds` are what the axes are for: the default ones, if none are given.
     """
 
     names: tuple[str, ...]
@@ -71,6 +74,11 @@ class Axes:
     mesh: tuple[tuple[str, int], ...] = ()
     groups: tuple[int, ...] = ()
     cannot_sum: tuple[str, ...] = ()
+    kinds: tuple[AxisKind, ...] = field(default=(), repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.kinds:
+            object.__setattr__(self, "kinds", default_kinds(len(self.names)))
 
     @property
     def replicated(self) -> Sharding:
@@ -78,9 +86,19 @@ class Axes:
 
     @property
     def stored(self) -> int:
-        """Index of the axis that parameters are split over: the last, most minor
-        one."""
-        return len(self.names) - 1
+        """Index of the axis that leaves of the state are split over by themselves."""
+        return next(a for a, kind in enumerate(self.kinds) if kind.stores)
+
+    @property
+    def divided(self) -> int:
+        """Index of the axis that `groups` divide."""
+        return next(a for a, kind in enumerate(self.kinds) if kind.divides)
+
+    @property
+    def batch(self) -> tuple[str, ...]:
+        """The axes that rows of the batch are split over by themselves."""
+        pairs = zip(self.names, self.kinds, strict=True)
+        return tuple(name for name, kind in pairs if kind.batch)
 
     @property
     def devices(self) -> int:
@@ -88,15 +106,15 @@ class Axes:
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """Sizes of the parts of the last axis, major to minor."""
-        edges = (1, *self.groups, self.sizes[-1])
+        """Sizes of the parts of the divided axis, major to minor."""
+        edges = (1, *self.groups, self.sizes[self.divided])
         return tuple(b // a for a, b in reversed([*itertools.pairwise(edges)]))
 
     def bound(self, axis: int, group: int = 0) -> tuple[str, ...]:
         """The names that `shard_map` binds for an axis, or for a group along it: none
         of the mesh's where it is divided."""
         name = self.names[axis]
-        if not self.groups or axis != self.stored:
+        if not self.groups or axis != self.divided:
             return (name,)
         stem, known = f"{name}__", (*self.names, *(n for n, _ in self.mesh))
         while any(other.startswith(stem) for other in known):

@@ -118,13 +118,13 @@ def _sharded(planned: Planned, mesh: Mesh) -> Callable[..., list[jax.Array]]:
 
 
 def _divided(mesh: Mesh, axes: Axes) -> Mesh:
-    """The mesh with the last of our axes divided into parts."""
+    """The mesh with one of our axes divided into parts."""
     if not axes.groups:
         return mesh
     shape: dict[str, int] = {}
     for name, size in mesh.shape.items():
-        if name == axes.names[-1]:
-            shape.update(zip(axes.bound(axes.stored), axes.parts, strict=True))
+        if name == axes.names[axes.divided]:
+            shape.update(zip(axes.bound(axes.divided), axes.parts, strict=True))
         else:
             shape[name] = size
     types = (AxisType.Auto,) * len(shape)
@@ -134,12 +134,12 @@ def _divided(mesh: Mesh, axes: Axes) -> Mesh:
 
 def _bound(sharding: Sharding, axes: Axes) -> PartitionSpec:
     """The PartitionSpec in the names that `shard_map` binds."""
-    last, parts = axes.names[-1], axes.bound(axes.stored)
+    divided, parts = axes.names[axes.divided], axes.bound(axes.divided)
     entries = []
     for entry in partition_spec(sharding, axes):
         names = (entry,) if isinstance(entry, str) else entry or ()
-        divided = [n for name in names for n in (parts if name == last else (name,))]
-        entries.append(tuple(divided) or None)
+        names = [n for name in names for n in (parts if name == divided else (name,))]
+        entries.append(tuple(names) or None)
     return PartitionSpec(*entries)
 
 

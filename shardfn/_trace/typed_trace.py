@@ -44,7 +44,7 @@ def typed_once(
     """The jaxprs of a step of which is not known what is state: as far as it can be
     traced, where the arguments are whole that can not be rows; the first, the first
     two; or all."""
-    rows = PartitionSpec(axes.names)
+    rows = PartitionSpec(axes.batch)
 
     def split(x: Any) -> jax.ShapeDtypeStruct:
         may_be = x.shape and not compat.is_key(x.dtype) and x.shape[0]

@@ -67,7 +67,7 @@ def partition(
     Args:
       paths: tree path of each leaf, as `jax.tree_util.tree_flatten_with_path` gives it.
       leaves: anything with `shape` and `dtype`, one per path.
-      axes: the mesh axes; leaves are split over the last one unless asked otherwise.
+      axes: the mesh axes; leaves are split over the stored one unless asked otherwise.
       min_size: leaves with fewer elements are replicated.
       autos: how automatic axes split each leaf; those dimensions are taken.
       control: over which mesh axes each leaf is split.

@@ -103,7 +103,7 @@ def batch_shardings(
       batch: the arguments that are not state.
       leaves: their leaves, in order.
       spec: the caller's `batch_spec`, or None.
-      axes: the mesh axes; the batch is split over all of them.
+      axes: the mesh axes; rows are split over those that have rows.
       is_local: whether leaves have the shapes of one device's part.
       hints: what is known of arguments that might be none of the batch, for errors.
       raw_keys: of the leaves at some positions, which have the shape and dtype of a raw
@@ -175,7 +175,7 @@ def _batch_leaf(
     shape = leaf.aval.shape
     _check_names(leaf, spec, axes)
     if spec is None:
-        dims = {} if _is_whole(leaf.aval) else dict.fromkeys(axes.names, 0)
+        dims = {} if _is_whole(leaf.aval) else dict.fromkeys(axes.batch, 0)
     else:
         dims = {
             name: dim
@@ -216,7 +216,7 @@ def refuse_unsure(leaf: Leaf, axes: Axes) -> NoReturn:
         f"batch leaf '{name}' is {form}: a raw PRNG key, or rows of this process? "
         f"local_batch cannot tell.\n{called()}"
         "Say so: batch_spec= with jax.P() for a key, with "
-        f"jax.P({axes.names[0]!r}) for rows. Or pass a key of jax.random.key."
+        f"jax.P({axes.batch[0]!r}) for rows. Or pass a key of jax.random.key."
     )
 
 

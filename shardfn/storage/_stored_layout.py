@@ -178,17 +178,15 @@ class StoredLayout:
 
 
 def axes_over(mesh: Mesh, names: tuple[str, ...], control: Control) -> Axes:
-    """The mesh axes `names` of a mesh, the last divided into the groups asked for."""
-    sizes = tuple(mesh.shape[n] for n in names)
-    groups = control.on(names[-1], sizes[-1]).groups
+    """The mesh axes `names` of a mesh, divided into the groups asked for."""
     has_others = len(mesh.axis_names) > len(names)
-    return Axes(
+    axes = Axes(
         names,
-        sizes,
+        tuple(mesh.shape[n] for n in names),
         tuple(mesh.shape.items()),
-        tuple(sorted(groups)),
-        compat.dtypes_without_sum(mesh.devices.flat[0].platform, has_others),
+        cannot_sum=compat.dtypes_without_sum(mesh.devices.flat[0].platform, has_others),
     )
+    return replace(axes, groups=tuple(sorted(control.on(axes).groups)))
 
 
 def _like_moments(leaves: Sequence[Leaf]) -> tuple[Leaf, ...]:

@@ -166,7 +166,7 @@ def test_unrolled_layers_keep_parts_and_no_whole_weight() -> None:
 def test_what_does_not_divide_the_devices(asked, devices: int, wrong: int) -> None:
     control = make_control(reshard_after_forward=asked)
     with pytest.raises(shardfn.ShardingError) as error:
-        control.on("data", devices)
+        control.on(Axes(("data",), (devices,)))
     text = str(error.value)
     assert text.startswith(
         f"reshard_after_forward={wrong} does not divide the {devices} devices of mesh "
