@@ -162,7 +162,7 @@ class _Values:
             operands = tuple(map(read, eqn.invars))
             made_for = (*around, *compat.derivatives(eqn))
             taken_out = self.shared.taken_out(eqn, operands, self.avals)
-            body = compat.inlined_body(eqn)
+            body = compat.inlined_body(eqn) or self.written_out(eqn, operands)
             rewritten = self.rewritten(eqn, operands) if body is None else None
             if taken_out is not None:
                 results = self.inline(*taken_out, made_for, eqn)
@@ -176,6 +176,15 @@ class _Values:
             self.shared.equation(eqn, operands, results)
             env.update(zip(eqn.outvars, results, strict=True))
         return tuple(map(read, jaxpr.outvars))
+
+    def written_out(self, eqn: Any, operands: Sequence[Atom]) -> Any | None:
+        """What an operation without a rule stands for, if it is written in others."""
+        if kind_of(eqn)[0] != "op":
+            return None
+        eqn_key, _ = self.builder.eqn_key(eqn, operands)
+        if self.builder.rule(eqn, eqn_key) is not None:
+            return None
+        return compat.traced_lowering(eqn)
 
     def rewritten(
         self, eqn: Any, operands: Sequence[Atom]

@@ -49,6 +49,9 @@ from shardfn._core.compat.called_bodies import (
 from shardfn._core.compat.called_bodies import (
     inlined_body as inlined_body,
 )
+from shardfn._core.compat.called_bodies import (
+    traced_lowering as traced_lowering,
+)
 from shardfn._core.compat.equations import (
     bind_remat as bind_remat,
 )

@@ -4,6 +4,8 @@ In: an equation. Out: its body, if running that is the same as running the equat
 calls that are inlined, `pjit`, functions with derivatives of their own, sparse arrays.
 """
 
+import contextlib
+import functools
 import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,6 +14,7 @@ import jax
 from jax import lax
 from jax import numpy as jnp
 from jax._src import core as _core
+from jax._src.interpreters import mlir as _mlir
 from jax.extend import core
 from jax.extend.core import JaxprEqn
 
@@ -29,6 +32,9 @@ _POSITIONAL = {"psum": jnp.sum, "pmax": jnp.max, "pmin": jnp.min}
 
 # jax.experimental.sparse: primitives that it writes out in terms of others.
 _SPARSE = ("bcoo", "bcsr", "coo", "csr")
+
+_LOWER_FUN = _mlir.lower_fun(lambda: None).__code__
+"""The code of lowering rules that trace a function."""
 
 
 def inlined_body(eqn: JaxprEqn) -> Any | None:
@@ -78,6 +84,28 @@ def calling(closed: Any, eqn: JaxprEqn) -> JaxprEqn:
         params={"call_jaxpr": closed},
         effects=closed.effects,
     )
+
+
+def traced_lowering(eqn: JaxprEqn) -> Any | None:
+    """What a primitive stands for whose lowering JAX traces from a function, as a
+    library's own is by `mlir.lower_fun`; None for another one.
+
+    Traced there, inside `shard_map`, the function would see types and meshes that it
+    did not see when the step was traced: some compare the two.
+    """
+    primitive = eqn.primitive
+    by_platform = _mlir._platform_specific_lowerings.values()
+    if eqn.effects or any(primitive in known for known in by_platform):
+        return None
+    rule: Any = getattr(_mlir._lowerings.get(primitive), "rule", None)
+    if getattr(rule, "__code__", None) is not _LOWER_FUN:
+        return None
+    cells = dict(zip(rule.__code__.co_freevars, rule.__closure__, strict=True))
+    fun, several = (cells[n].cell_contents for n in ("fun", "multiple_results"))
+    fun = functools.partial(fun, **eqn.params)
+    with contextlib.suppress(Exception):  # what it needs is there where it is lowered
+        return _traced(eqn, fun if several else lambda *xs: [fun(*xs)])
+    return None
 
 
 def _traced(eqn: JaxprEqn, fn: Callable[..., Any]) -> Any:
