@@ -87,9 +87,13 @@ def keys_in(
 
 def without_row(leaf: Leaf) -> Leaf:
     """A leaf of which each device keeps a row, as the step sees it."""
-    aval = leaf.aval
-    own = jax.ShapeDtypeStruct(aval.shape[1:], aval.dtype, weak_type=aval.weak_type)
-    return replace(leaf, aval=own)
+    return with_shape(leaf, leaf.aval.shape[1:])
+
+
+def with_shape(leaf: Leaf, shape: tuple[int, ...]) -> Leaf:
+    """A leaf of another shape."""
+    dtype, weak = leaf.aval.dtype, leaf.aval.weak_type
+    return replace(leaf, aval=jax.ShapeDtypeStruct(shape, dtype, weak_type=weak))
 
 
 def other_shapes(
@@ -102,7 +106,5 @@ def other_shapes(
         for dim in range(len(shape)):
             parts = parts_of(sharding, dim, axes)
             shape[dim] = shape[dim] * parts if is_local else shape[dim] // parts
-        dtype, weak = leaf.aval.dtype, leaf.aval.weak_type
-        aval = jax.ShapeDtypeStruct(tuple(shape), dtype, weak_type=weak)
-        out.append(replace(leaf, aval=aval))
+        out.append(with_shape(leaf, tuple(shape)))
     return out

@@ -5,7 +5,7 @@ that takes and returns what one device holds.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MethodType
 from typing import (
@@ -22,27 +22,24 @@ import jax
 from jax import lax
 from jax.sharding import Mesh
 
-from shardfn._api.argument_leaves import Side
+from shardfn._api.given_states import Given, GivenStates, Stored
 from shardfn._api.init_function import checked_init
+from shardfn._api.local_arguments import check_split, local_call, unknown_state
 from shardfn._api.methods import Kept, Method, binds, bound_to
 from shardfn._api.plain_step import PlainStep
 from shardfn._api.planner import plan_init
 from shardfn._core import compat
+from shardfn._core.call_arguments import StateArguments
 from shardfn._core.errors import ShardingError, called, names_step, step_name
-from shardfn._core.leaves import Leaf
 from shardfn._core.resharding import reshard_path
 from shardfn._core.sharding import (
     Axes,
     Sharding,
-    axes_of,
-    local_shape,
     partition_spec,
 )
 from shardfn._lowering.collectives import run_move, varying
-from shardfn.storage._layout import partition
 from shardfn.storage._leaves import leaves_of
 
-Shapes = tuple[tuple[int, ...], ...]
 P = ParamSpec("P")
 R = TypeVar("R")
 Own = ParamSpec("Own")
@@ -66,9 +63,8 @@ class LocalStep(Generic[P, R]):
     plain: PlainStep
     names: tuple[str, ...]
     options: Mapping[str, Any]
-    _shapes: dict[tuple[Any, ...], list[Shapes]] = field(
-        default_factory=dict, repr=False
-    )
+    _given: GivenStates = field(default_factory=GivenStates)
+    _found: dict[Any, StateArguments] = field(default_factory=dict)
     _bound: Kept = field(default_factory=dict, repr=False)
     _owner: Any = None
 
@@ -87,7 +83,8 @@ class LocalStep(Generic[P, R]):
             return self
 
         def make(method: Method) -> LocalStep:
-            return LocalStep(self.plain.of(method), self.names, self.options)
+            own = self.plain.of(method)
+            return LocalStep(own, self.names, self.options, self._given)
 
         step = replace(bound_to(owner, function, self._bound, make), _owner=owner)
         functools.update_wrapper(step, MethodType(function, owner), updated=())
@@ -115,18 +112,13 @@ class LocalStep(Generic[P, R]):
           ShardingError: the mesh axes are not bound here, or the state is unknown.
         """
         axes = self._axes()
-        states, batch = self.plain.divide(args, named)
-        leaves, treedef = self._logical(states, axes)
-        stored = self._partition(leaves, axes)
-        local, batch_tree = leaves_of(batch, "batch")
-        batch_leaves, split = self._global_batch(batch, local, axes, (leaves, treedef))
-        planned = self.plain.planned(
-            Side(leaves, stored, treedef), Side(batch_leaves, split, batch_tree), axes
-        )
-        flat = [*jax.tree.leaves(states), *jax.tree.leaves(batch)]
+        call = local_call(self.plain, args, named, self._given, axes, self._found)
+        planned = self.plain.planned(call.state, call.batch, axes)
         typed = [
             _typed(jax.numpy.asarray(x) if isinstance(x, float | int) else x, s, axes)
-            for x, s in zip(flat, (*stored, *split), strict=True)
+            for x, s in zip(
+                call.arrays, (*call.state.shardings, *call.batch.shardings), strict=True
+            )
         ]
         run = planned.run if compat.checks_types() else _without_gradient(planned.run)
         return planned.traced.returned(run(*typed))
@@ -143,9 +135,11 @@ class LocalStep(Generic[P, R]):
           The state; no device holds a whole leaf that can be made in parts.
         """
         axes, init_fn = self._axes(), checked_init(init_fn, args, "init")
-        leaves, treedef = self._remember((jax.eval_shape(init_fn, *args),), axes)
-        planned = plan_init(init_fn, args, self._partition(leaves, axes), axes)
-        return jax.tree.unflatten(treedef, planned(*jax.tree.leaves(args)))[0]
+        given = self._see(jax.eval_shape(init_fn, *args))
+        planned = plan_init(
+            init_fn, args, self.plain.partition(given.whole, axes), axes
+        )
+        return jax.tree.unflatten(given.treedef, planned(*jax.tree.leaves(args)))
 
     @names_step
     def shard(self, state: State) -> State:
@@ -157,9 +151,9 @@ class LocalStep(Generic[P, R]):
         Returns:
           The same pytree of local shards.
         """
-        axes = self._axes()
-        leaves, treedef = self._remember((state,), axes)
-        return self._moved(state, leaves, treedef, axes, to_whole=False)
+        axes, given = self._axes(), self._see(state)
+        stored = Stored(given.shapes, self.plain.partition(given.whole, axes))
+        return self._moved(state, stored, axes, to_whole=False)
 
     @names_step
     def unshard(self, state: State) -> State:
@@ -172,8 +166,17 @@ class LocalStep(Generic[P, R]):
           The same pytree with every leaf whole.
         """
         axes = self._axes()
-        leaves, treedef = self._logical((state,), axes)
-        return self._moved(state, leaves, treedef, axes, to_whole=True)
+        readings = self._given.readings(state, axes, self.plain.partition)
+        if len(readings) != 1:
+            raise unknown_state("the state", state, readings, self._given)
+        for x, leaf, stored in zip(
+            jax.tree.leaves(state),
+            leaves_of((state,), "state")[0],
+            readings[0].shardings,
+            strict=True,
+        ):
+            check_split(x, leaf, stored, axes)
+        return self._moved(state, readings[0], axes, to_whole=True)
 
     @names_step
     def specs(self, state: Any, mesh: Mesh) -> Any:
@@ -187,9 +190,32 @@ class LocalStep(Generic[P, R]):
           Pytree of `PartitionSpec`.
         """
         axes = Axes(self.names, tuple(mesh.shape[n] for n in self.names))
-        leaves, treedef = self._remember((state,), axes)
-        specs = [partition_spec(s, axes) for s in self._partition(leaves, axes)]
-        return jax.tree.unflatten(treedef, specs)[0]
+        given = self._see(state)
+        specs = [
+            partition_spec(s, axes) for s in self.plain.partition(given.whole, axes)
+        ]
+        return jax.tree.unflatten(given.treedef, specs)
+
+    def with_state(self, *states: Any) -> "LocalStep[P, R]":
+        """The step for these states and no others, where shards could be of several.
+
+        Args:
+          *states: the whole states or their `ShapeDtypeStruct`s, in the order of the
+            step's arguments that are state.
+
+        Returns:
+          A step like this one.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, shardfn
+          >>> local = shardfn.fully_shard(lambda w, x: (w + x.sum(), x), axis="data")
+          >>> local.with_state(jnp.zeros((16, 2)))
+          LocalStep(<lambda> over data)
+        """
+        given = self._given.only(states)
+        step = replace(self, _given=given, _found={}, _bound={})
+        functools.update_wrapper(step, self, updated=())
+        return step
 
     # Inside
 
@@ -206,90 +232,31 @@ class LocalStep(Generic[P, R]):
         cannot_sum = compat.dtypes_without_sum(*compat.bound_platform())
         return Axes(self.names, sizes, cannot_sum=cannot_sum)
 
-    def _partition(self, leaves: Sequence[Leaf], axes: Axes) -> tuple[Sharding, ...]:
-        paths, avals = [x.path for x in leaves], [x.aval for x in leaves]
-        plain = self.plain
-        return partition(paths, avals, axes, plain.min_size, control=plain.control)
-
-    def _remember(
-        self, states: tuple[Any, ...], axes: Axes
-    ) -> tuple[tuple[Leaf, ...], Any]:
-        """The leaves of whole states; their local shapes are recognised from now on."""
-        leaves, treedef = leaves_of(states, "state")
-        local = tuple(
-            local_shape(leaf.aval.shape, s, axes)
-            for leaf, s in zip(leaves, self._partition(leaves, axes), strict=True)
-        )
-        entry = self._shapes.setdefault((treedef, local, axes.names, axes.sizes), [])
-        shapes = tuple(leaf.aval.shape for leaf in leaves)
-        if shapes not in entry:
-            entry.append(shapes)
-        return tuple(leaves), treedef
-
-    def _logical(
-        self, states: tuple[Any, ...], axes: Axes
-    ) -> tuple[tuple[Leaf, ...], Any]:
-        """The leaves of local states, on global shapes."""
-        leaves, treedef = leaves_of(states, "state")
-        local = tuple(leaf.aval.shape for leaf in leaves)
-        known = self._shapes.get((treedef, local, axes.names, axes.sizes), [])
-        if len(known) > 1:
+    def _see(self, state: Any) -> Given:
+        """A whole state, whose shards are known from now on."""
+        given = self._given.see(state)
+        if given is None:
             raise ShardingError(
-                f"the state could be one with leaves of shapes {list(known[0])} or "
-                f"{list(known[1])}: both have these local shards.\n{called()}"
-                "Make another step with fully_shard for the other state."
+                "the state is not the one that with_state was given: its structure or "
+                f"shapes differ.\n{called()}"
+                "Use the step that fully_shard made, or with_state(this_state)."
             )
-        if not known:
-            raise ShardingError(
-                "the state is not one that this step has sharded, so the global shapes "
-                "of its leaves are not known.\n"
-                f"{called()}"
-                "Make it with step.init(...) or step.shard(whole_state) inside the "
-                "shard_map or pmap, or call step.specs(whole_state, mesh) before."
-            )
-        return tuple(
-            Leaf(leaf.path, _with_shape(leaf.aval, shape))
-            for leaf, shape in zip(leaves, known[0], strict=True)
-        ), treedef
+        return given
 
-    def _global_batch(
-        self,
-        batch: tuple[Any, ...],
-        local: Sequence[Leaf],
-        axes: Axes,
-        states: tuple[Sequence[Leaf], Any],
-    ) -> tuple[tuple[Leaf, ...], tuple[Sharding, ...]]:
-        """The batch's leaves on global shapes, and how they are split."""
-        split = self.plain.split(batch, local, axes, states, is_local=True)
-        leaves = []
-        for leaf, sharding in zip(local, split, strict=True):
-            shape = list(leaf.aval.shape)
-            for dim in range(len(shape)):
-                for axis in axes_of(sharding, dim):
-                    shape[dim] *= axes.sizes[axis]
-            leaves.append(Leaf(leaf.path, _with_shape(leaf.aval, tuple(shape))))
-        return tuple(leaves), split
-
-    def _moved(
-        self,
-        state: Any,
-        leaves: Sequence[Leaf],
-        treedef: Any,
-        axes: Axes,
-        to_whole: bool,
-    ) -> Any:
+    def _moved(self, state: Any, stored: Stored, axes: Axes, to_whole: bool) -> Any:
+        flat, treedef = jax.tree.flatten(state)
         out = []
-        for x, leaf, stored in zip(
-            jax.tree.leaves(state), leaves, self._partition(leaves, axes), strict=True
+        for x, shape, sharding in zip(
+            flat, stored.shapes, stored.shardings, strict=True
         ):
-            start, end = axes.replicated, stored
+            start, end = axes.replicated, sharding
             if to_whole:
                 start, end = end, start
-            path = reshard_path(start, end, leaf.aval.shape, axes)
+            path = reshard_path(start, end, shape, axes)
             for before, after in zip(path, path[1:], strict=False):
-                x = run_move(x, leaf.aval.shape, before, after, axes)
+                x = run_move(x, shape, before, after, axes)
             out.append(x)
-        return jax.tree.unflatten(treedef, out)[0]
+        return jax.tree.unflatten(treedef, out)
 
 
 def _without_gradient(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -312,9 +279,3 @@ def _without_gradient(run: Callable[..., Any]) -> Callable[..., Any]:
 def _typed(x: jax.Array, sharding: Sharding, axes: Axes) -> jax.Array:
     over = (n for n, s in zip(axes.names, sharding, strict=True) if s is not None)
     return varying(x, *over)
-
-
-def _with_shape(
-    aval: jax.ShapeDtypeStruct, shape: tuple[int, ...]
-) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=aval.weak_type)

@@ -46,6 +46,7 @@ from shardfn._core.sharding import Axes, Sharding
 from shardfn._lowering.planned_program import Planned
 from shardfn._trace.state_arguments import find_state
 from shardfn._trace.trace_step import Trace, trace, trace_once
+from shardfn.storage._layout import partition
 from shardfn.storage._leaves import batch_shardings, leaves_of
 
 Step = Callable[..., Any]
@@ -91,7 +92,7 @@ class PlainStep:
     def meaning(
         self,
         args: tuple[Any, ...],
-        axes: Axes | None,
+        axes: Axes,
         mesh: jax.sharding.AbstractMesh | None = None,
     ) -> StateArguments:
         """Which of a call's arguments are state; `mesh` is the caller's."""
@@ -99,18 +100,23 @@ class PlainStep:
             return StateArguments(self.state_argnums, by_hand=True)
         treedef = jax.tree.structure(args)
         if treedef not in self.found:
-            found = None if axes is None else self._find(args, axes, mesh)
+            found = self.find(args, axes, mesh)
             if found is None:  # whatever is wrong with this call is that of no other
-                notes = () if axes is None or _take_avals(args) else (_CLOSED,)
+                notes = () if _take_avals(args) else (_CLOSED,)
                 return StateArguments(notes=notes, hints=notes)
             self.found[treedef] = found
         return self.found[treedef]
+
+    def partition(self, leaves: Sequence[Leaf], axes: Axes) -> tuple[Sharding, ...]:
+        """How the leaves of a state are stored."""
+        paths, avals = [x.path for x in leaves], [x.aval for x in leaves]
+        return partition(paths, avals, axes, self.min_size, control=self.control)
 
     def divide(
         self,
         args: Sequence[Any],
         named: Mapping[str, Any],
-        axes: Axes | None = None,
+        axes: Axes,
         mesh: jax.sharding.AbstractMesh | None = None,
     ) -> tuple[tuple[Any, ...], Rest]:
         """The state arguments of a call, and the others.
@@ -118,12 +124,17 @@ class PlainStep:
         Args:
           args: the arguments passed by position.
           named: those passed by name.
-          axes: the mesh axes; None if arguments have local shapes, of which what they
-            are cannot be found.
+          axes: the mesh axes.
           mesh: the mesh as the caller made it, whose shardings the step may name.
         """
         args = tuple(by_position(self.step, args, named))
-        given, meaning = by_place(args), self.meaning(args, axes, mesh)
+        return self.divided(args, self.meaning(args, axes, mesh))
+
+    def divided(
+        self, args: tuple[Any, ...], meaning: StateArguments
+    ) -> tuple[tuple[Any, ...], Rest]:
+        """Arguments by position, divided as what they mean says."""
+        given = by_place(args)
         if not all(place in given for place in meaning.arguments):
             self._refuse_count(given, meaning.arguments)
         states = tuple(given[place] for place in meaning.arguments)
@@ -180,7 +191,7 @@ class PlainStep:
         self.traces[key] = made
         return avals, made
 
-    def _find(
+    def find(
         self,
         args: tuple[Any, ...],
         axes: Axes,
@@ -206,7 +217,7 @@ class PlainStep:
         leaves: Sequence[Leaf],
         axes: Axes,
         states: tuple[Sequence[Leaf], Any],
-        is_local: bool = False,
+        same: Sequence[Collection[str]] | None = None,
     ) -> tuple[Sharding, ...]:
         """How each leaf of the batch is split.
 
@@ -215,18 +226,20 @@ class PlainStep:
           leaves: their leaves.
           axes: the mesh axes.
           states: the leaves of the state, on logical shapes, and their structure.
-          is_local: whether `leaves` have the shapes of one device's part.
+          same: if `leaves` have the shapes of one device's part, the mesh axes over
+            which the type of each says that it is the same.
         """
+        is_local = same is not None
         meaning = batch.meaning if isinstance(batch, Rest) else StateArguments()
         split = functools.partial(
-            batch_shardings, batch, leaves, self.batch_spec, axes, is_local
+            batch_shardings, batch, leaves, self.batch_spec, axes, is_local, same or ()
         )
 
         def keys_among(unsure: Sequence[int]) -> Collection[int]:
             """The raw keys among some leaves: the step is traced on these shapes, or,
             if it fails there, on those of the other parts, and tells."""
             types = types_of(states, batch, leaves)
-            key = types, axes, is_local, compat.configuration()
+            key = types, axes, same and tuple(same), compat.configuration()
             if key not in self.keys:
                 self.keys[key] = self._keys(batch, leaves, states, axes)
                 if self.keys[key] is None:

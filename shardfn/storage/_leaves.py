@@ -94,6 +94,7 @@ def batch_shardings(
     spec: Any,
     axes: Axes,
     is_local: bool = False,
+    same: Sequence[Collection[str]] = (),
     hints: Sequence[str] = (),
     raw_keys: Callable[[Sequence[int]], Collection[int]] = lambda unsure: (),
 ) -> tuple[Sharding, ...]:
@@ -105,6 +106,7 @@ def batch_shardings(
       spec: the caller's `batch_spec`, or None.
       axes: the mesh axes; rows are split over those that have rows.
       is_local: whether leaves have the shapes of one device's part.
+      same: of such leaves, the mesh axes over which each is the same.
       hints: what is known of arguments that might be none of the batch, for errors.
       raw_keys: of the leaves at some positions, which have the shape and dtype of a raw
         PRNG key, those that are one; the others are rows.
@@ -119,13 +121,14 @@ def batch_shardings(
     given = list(zip(leaves, specs, strict=True))
     unsure = [i for i, (x, one) in enumerate(given) if one is None and _is_unsure(x)]
     keys = raw_keys(unsure) if unsure else ()
-    split = tuple(
-        _batch_leaf(leaf, PartitionSpec() if i in keys else one, axes, is_local, uneven)
-        for i, (leaf, one) in enumerate(given)
-    )
+    split = []
+    for i, (leaf, one) in enumerate(given):
+        spec = PartitionSpec() if i in keys else one
+        alike = same[i] if same else ()
+        split.append(_batch_leaf(leaf, spec, axes, is_local, alike, uneven))
     if uneven:
         refuse_uneven(uneven, hints)
-    return split
+    return tuple(split)
 
 
 def _match(
@@ -169,13 +172,15 @@ def _batch_leaf(
     spec: PartitionSpec | None,
     axes: Axes,
     is_local: bool,
+    same: Collection[str],
     uneven: list[Uneven],
 ) -> Sharding:
     """How one leaf is split; a dimension that cannot be goes into `uneven`."""
     shape = leaf.aval.shape
     _check_names(leaf, spec, axes)
     if spec is None:
-        dims = {} if _is_whole(leaf.aval) else dict.fromkeys(axes.batch, 0)
+        over = () if _is_whole(leaf.aval) else (n for n in axes.batch if n not in same)
+        dims = dict.fromkeys(over, 0)
     else:
         dims = {
             name: dim

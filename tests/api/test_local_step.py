@@ -312,7 +312,7 @@ def test_an_unknown_state(method: str) -> None:
     with pytest.raises(shardfn.ShardingError) as error:
         run(create(KEY), BATCH)
     message = str(error.value)
-    assert "has sharded" in message
+    assert "the state is not one that this step was given" in message
     assert "test_local_step.py:" in message
     assert "call step.specs(whole_state, mesh) before" in message
 
