@@ -105,6 +105,11 @@ CASES: dict[str, tuple[Callable, list[int] | None]] = {
     "branch": (branched, None),
     "taken": (lambda x: (x[1:][jnp.array([3, 0, 30])] ** 2).sum(), None),
     "put": (lambda x: (x[1:].at[2].set(5.0) * x[:-1]).sum(), None),
+    # Where it puts them depends on where a row lies: DependsOnPlace.
+    "rows put": (
+        lambda x: (lax.dynamic_update_slice(x[1:], 5 * x[:2], (3, 0)) * x[:-1]).sum(),
+        None,
+    ),
     "added": (lambda x: (x[1:].at[jnp.array([0, 2])].add(5.0) ** 2).sum(), None),
     "window": (lambda x: (lax.dynamic_slice_in_dim(x[1:], 2, 20) ** 2).sum(), None),
     "largest": (lambda x: x[1:, 0].argmax().astype(x.dtype), None),
