@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 
-def aot(target: str, *values: Any) -> Any:
+def aot(target: str, *values: Any, exhaustive: bool = False) -> Any:
     """`target` and what goes with it; skipped, and listed, without its compiler."""
-    return pytest.param(target, *values, marks=pytest.mark.aot(target))
+    marks = [pytest.mark.aot(target)] + [pytest.mark.exhaustive] * exhaustive
+    return pytest.param(target, *values, marks=marks)

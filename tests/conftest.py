@@ -3,6 +3,7 @@
 This file is read before any test imports JAX, whose devices cannot change once made.
 """
 
+import gc
 import os
 from importlib.metadata import version
 
@@ -25,6 +26,7 @@ from collections.abc import Callable, Iterator
 import jax
 import numpy as np
 import pytest
+import tiers
 
 from shardfn.analysis import targets
 
@@ -32,6 +34,22 @@ jax.config.update("jax_num_cpu_devices", 8)
 # The persistent compilation cache stays off: a fresh clone starts with an empty one,
 # and a test that reads compiled programs has to read what this JAX compiles now.
 jax.config.update("jax_enable_compilation_cache", False)
+
+# What is collected stays to the end, and traces make objects by the hundred thousand:
+# looking through all of them for cycles took a tenth of the time.
+gc.disable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Before `-m` takes its choice."""
+    tiers.mark_exhaustive(items)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 20)
+    gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

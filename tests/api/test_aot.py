@@ -63,6 +63,7 @@ def kept_in_part(compiled: Moves, planned: Moves) -> Moves:
     return found
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", [aot(H100), aot(V5E)])
 def test_the_plan_is_compiled(model: str, name: str) -> None:
@@ -70,7 +71,7 @@ def test_the_plan_is_compiled(model: str, name: str) -> None:
     assert_compiled(make(model, name), name)
 
 
-@pytest.mark.parametrize("name", [aot(H100), aot(V5E)])
+@pytest.mark.parametrize("name", [aot(H100), aot(V5E, exhaustive=True)])
 def test_kept_gathers_ahead_and_wide_sums_are_compiled(name: str) -> None:
     """Layers are gathered one ahead, in the forward pass alone, and gradients move as
     float32."""
@@ -83,7 +84,7 @@ def test_kept_gathers_ahead_and_wide_sums_are_compiled(name: str) -> None:
     assert_compiled(sharded, name)
 
 
-@pytest.mark.parametrize("name", [aot(H100), aot(V5E)])
+@pytest.mark.parametrize("name", [aot(H100, exhaustive=True), aot(V5E)])
 def test_repeated_gathers_in_a_narrow_dtype_are_compiled(name: str) -> None:
     """No gather is merged with one of the forward pass, and none moves float32."""
     options = dict(reshard_after_forward=True, gather_dtype="bfloat16")

@@ -126,6 +126,7 @@ MESHES = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("kind", MESHES)
 def test_shard_map(kind: str, check_vma: bool, expected) -> None:

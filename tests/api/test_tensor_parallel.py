@@ -128,6 +128,7 @@ def assert_split(state: Any, mesh: Mesh) -> None:
         assert ("model" in names_in(found)) == ("model" in names_in(wanted)), path
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=["auto", "explicit"])
 @pytest.mark.parametrize("kind", ["2x4", "model first", "2x2x2"])
 def test_parity(kind: str, axis_type: AxisType) -> None:
@@ -370,6 +371,7 @@ def test_every_way_to_name_the_split(axis_type: AxisType) -> None:
     assert_step(run, run(state, X))
 
 
+@pytest.mark.covering(1)
 @each_type
 @pytest.mark.parametrize("kind", ["2x4", "2x2x2"])
 def test_under_transforms(kind: str, axis_type: AxisType) -> None:

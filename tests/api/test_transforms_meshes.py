@@ -76,6 +76,7 @@ each_mesh = pytest.mark.parametrize("kind", MESHES)
 each_type = pytest.mark.parametrize("axis_type", TYPES, ids=["auto", "explicit"])
 
 
+@pytest.mark.covering(2)
 @each_type
 @pytest.mark.parametrize("kind", ["data", "all"])
 @pytest.mark.parametrize("is_set", [True, False], ids=["set_mesh", "no mesh"])
@@ -91,6 +92,7 @@ def test_from_init_to_unshard(kind: str, axis_type: AxisType, is_set: bool) -> N
         assert "reduce_scatter" in run.lower(state, X).as_text()
 
 
+@pytest.mark.covering(1)
 @each_type
 @pytest.mark.parametrize("is_set", [True, False], ids=["set_mesh", "no mesh"])
 def test_scan_in_a_mesh_context(axis_type: AxisType, is_set: bool) -> None:
@@ -122,6 +124,7 @@ def derivative(step):
     return jax.grad(loss, argnums=1)
 
 
+@pytest.mark.covering(2)
 @each_type
 @pytest.mark.parametrize("kind", ["hybrid", "all"])
 @pytest.mark.parametrize("transformed", [scanned, of_seeds, derivative])
@@ -136,6 +139,7 @@ def test_transforms_on_meshes_of_more_axes(transformed, kind: str, axis_type) ->
     jax.tree.map(close, got, expected)
 
 
+@pytest.mark.covering(2)
 @each_type
 @pytest.mark.parametrize("spec", [P(), P("data"), P(None, "data")], ids=str)
 @pytest.mark.parametrize("jit", [True, False], ids=["jit", "call"])
@@ -168,6 +172,7 @@ def test_results_mix_with_the_callers_arrays(axis_type: AxisType, jit: bool) -> 
 # Arrays that a step captures, and meshes that it names
 
 
+@pytest.mark.covering(2)
 @each_type
 @pytest.mark.parametrize("spec", [P(), P("data"), P(None, "data")], ids=str)
 @pytest.mark.parametrize("kind", ["data", "all"])
@@ -215,6 +220,7 @@ def test_a_constraint_by_axis_names(jit: bool) -> None:
 # Tensor parallelism
 
 
+@pytest.mark.covering(2)
 @each_type
 @pytest.mark.parametrize("kind", ["model", "all"])
 @pytest.mark.parametrize("jit", [True, False], ids=["jit", "call"])

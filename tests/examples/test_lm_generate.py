@@ -27,6 +27,7 @@ def test_the_cache_gives_the_tokens_of_the_whole_text(tiny):
     params = jax.tree.map(lambda x: 10 * x, init(jax.random.key(0)))  # not all alike
     batch = prompts(["Line", "A longer prompt", ""], Bytes(), rows=4)
     run = jax.jit(continue_prompts, static_argnums=(3, 4, 5))
+    logits = jax.jit(lambda params, whole: apply(params, whole, None))
     found_BxN = np.asarray(run(params, batch, jax.random.key(0), model, LENGTH, 0.0))
     assert found_BxN.shape == (4, LENGTH)
     assert (found_BxN[2] == found_BxN[3]).all()  # rows that fill up are empty prompts
@@ -36,7 +37,7 @@ def test_the_cache_gives_the_tokens_of_the_whole_text(tiny):
         text_T = np.concatenate([prompt_T, found_BxN[row]])[None]
         places = np.arange(text_T.shape[1])[None]
         whole = {"inputs": text_T, "segments": 0 * places, "positions": places}
-        logits_TxV = np.asarray(apply(params, whole, None))[0]
+        logits_TxV = np.asarray(logits(params, whole))[0]
         expected_N = logits_TxV[len(prompt_T) - 1 : -1].argmax(-1)
         assert found_BxN[row].tolist() == expected_N.tolist()
 

@@ -1,6 +1,6 @@
 """The language model example is ended in every way, and goes on from its last save.
 
-`KILLS=20 pytest tests/examples/test_lm_saving.py -k killed` kills it more often.
+`KILLS=20 pytest -m '' tests/examples/test_lm_saving.py -k killed` kills it more often.
 """
 
 import dataclasses
@@ -369,6 +369,7 @@ def test_a_full_disk_ends_the_run_and_says_what_is_saved(saving):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.exhaustive
 def test_killed_at_any_moment_it_goes_on_from_its_last_save(saving, tmp_path):
     """Every step is saved, so nearly every kill is in the middle of a save."""
     config = dataclasses.replace(saving, steps=400, save_every=1)

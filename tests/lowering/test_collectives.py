@@ -2,6 +2,7 @@
 hand: from the plan, from the program that JAX is given, from the compiled one.
 """
 
+import functools
 import math
 from collections import Counter
 
@@ -26,6 +27,7 @@ from plan_helpers import (
     walk,
 )
 from programs import gpt
+from tiers import exhaustively, tiered
 
 from shardfn.analysis._hlo import read_collectives, wire_bytes
 
@@ -58,6 +60,7 @@ def config(model: str, dtype, vocab: int) -> gpt.Config:
     return gpt.Config(**sizes, layers=LAYERS, dtype=dtype, **MODELS[model])
 
 
+@functools.cache
 def make(model: str, *mesh: int, dtype=jnp.float32, vocab: int = VOCAB) -> Sharded:
     made = config(model, dtype, vocab)
     return shard_gpt(made, cpu_mesh(*mesh), min_size=MIN_SIZE)
@@ -119,6 +122,7 @@ def merged(moves: Counter, model: str) -> Counter:
     return left
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(
     "devices, dtype",
@@ -146,8 +150,12 @@ def test_the_plan(model: str, devices: int, dtype: str) -> None:
 @pytest.mark.parametrize(
     "model, devices, dtype",
     [
-        *((m, n, "float32") for m in ("scan_remat", "unrolled") for n in (2, 4, 8)),
-        *((m, 8, "bfloat16") for m in ("scan_remat", "unrolled_remat")),
+        ("scan_remat", 8, "float32"),
+        ("unrolled", 4, "float32"),
+        ("unrolled_remat", 8, "bfloat16"),
+        exhaustively("scan_remat", 8, "bfloat16"),
+        *(exhaustively("scan_remat", n, "float32") for n in (2, 4)),
+        *(exhaustively("unrolled", n, "float32") for n in (2, 8)),
     ],
 )
 def test_the_programs(model: str, devices: int, dtype: str) -> None:
@@ -162,7 +170,7 @@ def test_the_programs(model: str, devices: int, dtype: str) -> None:
     assert found == any_dtype(merged(planned_moves(sharded.plan), model))
 
 
-@pytest.mark.parametrize("model", ["scan_remat", "unrolled"])
+@pytest.mark.parametrize("model", tiered(["scan_remat", "unrolled"], ["scan_remat"]))
 def test_one_device_has_no_collective(model: str) -> None:
     sharded = make(model, 1)
     assert sharded.plan.collectives == ()

@@ -114,6 +114,7 @@ def assert_close(got: Any, expected: Any) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6 * np.abs(b).max())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradient_from_outside_is_the_users(name: str, mesh: str) -> None:
@@ -152,7 +153,7 @@ def test_gradient_of_a_local_step(name: str) -> None:
 
 def test_gradient_where_jax_checks_no_types_is_refused() -> None:
     """It would be wrong by a factor of the number of devices, or worse."""
-    run = local(LOSSES["vjp of both"], check_vma=False)
+    run = jax.jit(local(LOSSES["vjp of both"], check_vma=False))
     run(W, X)
     with pytest.raises(shardfn.ShardingError) as error:
         jax.grad(run)(W, X)
@@ -188,6 +189,7 @@ EXTREMES: dict[str, Callable[[Any, Any], jax.Array]] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", EXTREMES)
 def test_derivative_of_a_maximum_over_devices(name: str, mesh: str) -> None:

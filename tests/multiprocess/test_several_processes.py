@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from tiers import exhaustively
 
 from shardfn import ShardingError
 from shardfn._core import compat, processes
@@ -70,7 +71,7 @@ def plain() -> tuple[Any, Any, float]:
     return first, second, float(loss)
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [2, exhaustively(4)])
 def test_they_compute_what_one_device_does(count: int, tmp_path: Path) -> None:
     found = run(count, "train", tmp_path)
     first, second, loss = plain()

@@ -2,15 +2,53 @@
 leaf of the state and of the metrics after each of five steps.
 """
 
+import jax
 import programs
 import pytest
+from plan_helpers import walk
 from sharded_and_plain import assert_parity, make_mesh
+from tiers import tiered
 
 pytestmark = pytest.mark.standard_promotion
 
+# A primitive, loop or dtype of any other program is in one of these too.
+LOOPS = ("scan", "while", "cond")
+QUICK = """
+accumulate_given along_the_batch captured_arrays checked complex_weights contrastive
+conv_batch_norm conv_group_norm custom_rules decompositions_per_row
+dropout_raw_key_in_batch dropout_typed_key_in_batch equinox_batch_norm
+every_checkpoint_policy experts_ragged fixed_point fourier frozen_masked
+gpt_scan_remat_bf16 host_call inner_solver kernel loops_and_branches loss_scale_cond
+lstm masked_mean nnx_split_merge opt_adafactor opt_apply_if_finite opt_multi_steps
+opt_muon ordinary_differential policy_minibatches random_loops size_17
+size_norms_of_padded sizes_from_data small_leaves sparse_operand state_float16
+state_is_one_array state_of_everything state_transposed_moment vocab_101
+""".split()
 
-@pytest.mark.parametrize("name", programs.names())
+
+@pytest.mark.parametrize("name", tiered(programs.names(), QUICK))
 def test_eight_devices_compute_what_one_does(name: str) -> None:
     # The optimizers' programs share their parameters: one birth is enough for them.
     born_sharded = not name.startswith("opt_")
     assert_parity(programs.get(name), make_mesh("8"), born_sharded=born_sharded)
+
+
+@pytest.mark.exhaustive
+def test_the_quick_programs_have_what_the_others_have() -> None:
+    """Primitives, loops in loops, the dtypes that are read."""
+    found = {name: _kinds(programs.get(name)) for name in programs.names()}
+    quick = set().union(*(found[name] for name in QUICK))
+    alone = {name: kinds - quick for name, kinds in found.items() if kinds - quick}
+    assert not alone, "add one of these to QUICK"
+
+
+def _kinds(program: programs.Program) -> set[tuple[str, ...]]:
+    state = jax.eval_shape(program.init, jax.random.key(0))
+    step = jax.make_jaxpr(program.step)(state, program.batch(0)).jaxpr
+    found: set[tuple[str, ...]] = set()
+    for eqn, _, inside in walk(step):
+        name = eqn.primitive.name
+        around = [loop for loop in inside if loop in LOOPS and name in LOOPS]
+        found.add((name, *around[-1:]))
+        found |= {("reads", str(getattr(x.aval, "dtype", ""))) for x in eqn.invars}
+    return found

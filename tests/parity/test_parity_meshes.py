@@ -5,6 +5,7 @@
 import programs
 import pytest
 from sharded_and_plain import assert_parity, make_mesh
+from tiers import tiered
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -25,16 +26,21 @@ OF_EACH_KIND = [
 FEW = ["gpt_scan_remat", "masked_mean", "dropout_raw_key_in_batch"]
 
 
-CASES = [(name, mesh) for name in OF_EACH_KIND for mesh in ("1", "2", "4", "2x4")]
-
-
-@pytest.mark.parametrize("name, mesh", [*CASES, ("gpt_tied", "2x4")])
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("mesh", ["2x4", "4", "2", "1"])
+@pytest.mark.parametrize("name", OF_EACH_KIND)
 def test_every_mesh_computes_what_one_device_does(name: str, mesh: str) -> None:
     assert_parity(programs.get(name), make_mesh(mesh), born_sharded=False)
 
 
+@pytest.mark.exhaustive
+def test_tied_tables_on_a_hybrid_mesh() -> None:
+    assert_parity(programs.get("gpt_tied"), make_mesh("2x4"), born_sharded=False)
+
+
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mesh", ["8-auto", "2x4-auto"])
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", tiered(FEW, FEW[1:]))
 def test_automatic_axes_compute_what_one_device_does(name: str, mesh: str) -> None:
     assert_parity(programs.get(name), make_mesh(mesh))
 

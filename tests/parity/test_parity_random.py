@@ -35,6 +35,7 @@ def raw(seed: int) -> jax.Array:
     return jax.random.key_data(jax.random.key(seed))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mesh", ["1", "2", "4", "8", "2x4", "8-auto"])
 @pytest.mark.parametrize("make_key", [jax.random.key, raw])
 def test_bits_do_not_depend_on_devices(make_key, mesh: str) -> None:

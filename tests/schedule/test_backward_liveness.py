@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from plan_helpers import Sharded, cpu_mesh, emitted_moves, planned_moves
+from tiers import exhaustively
 
 import shardfn
 from shardfn._core.plan import Apply, Ref, Reshard, Step, reads
@@ -262,7 +263,9 @@ def unheld(monkeypatch) -> None:
 
 
 @pytest.mark.standard_promotion
-@pytest.mark.parametrize("tied, tokens", [(True, 512), (True, 8), (False, 8)])
+@pytest.mark.parametrize(
+    "tied, tokens", [exhaustively(True, 512), (True, 8), (False, 8)]
+)
 def test_what_waits_changes_no_bit(tied, tokens, monkeypatch) -> None:
     random, results = np.random.default_rng(0), []
     for held in (True, False):

@@ -21,6 +21,7 @@ from plan_helpers import (
     walk,
 )
 from sharded_and_plain import assert_parity, make_mesh
+from tiers import exhaustively
 
 import shardfn
 
@@ -178,7 +179,9 @@ def test_gradients_of_a_transformer_by_pattern() -> None:
 
 
 @pytest.mark.standard_promotion
-@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}])
+@pytest.mark.parametrize(
+    "options", [{}, exhaustively({"reshard_after_forward": False})]
+)
 def test_parity_with_wide_sums(options) -> None:
     program = programs.get("gpt_tied_bf16")
     assert_parity(program, make_mesh("4"), reduce_dtype="float32", steps=2, **options)

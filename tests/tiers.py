@@ -1,0 +1,57 @@
+"""In: the tests that pytest has collected. Out: the mark `exhaustive` on those that a
+quick run leaves out, because others of the same test have each of their values.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import pytest
+
+
+def tiered(values: Iterable[str], quick: Collection[str]) -> list[Any]:
+    """Values to parametrize by, of which a quick run takes those in `quick`."""
+    values = list(values)
+    assert {*quick} <= {*values}, {*quick} - {*values}
+    return [x if x in quick else exhaustively(x) for x in values]
+
+
+def exhaustively(*values: Any) -> Any:
+    """Values of one parametrization that a quick run leaves out."""
+    return pytest.param(*values, marks=pytest.mark.exhaustive)
+
+
+def mark_exhaustive(items: Sequence[pytest.Item]) -> None:
+    """Of each test marked `covering(n)`, leaves a quick run as many parametrizations as
+    it takes for any `n` values of different parameters to meet in one of them."""
+    tests: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if item.get_closest_marker("covering") and isinstance(item, pytest.Function):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for same in tests.values():
+        _mark_rest(same)
+
+
+def _mark_rest(same: list[pytest.Function]) -> None:
+    """Takes what has most that is new, and of that what has the rarest values, until
+    nothing is new, and marks the rest."""
+    mark = same[0].get_closest_marker("covering")
+    assert mark is not None
+    left, met, often = list(same), set[Any](), Counter[Any]()
+
+    def gain(item: pytest.Function) -> tuple[int, int]:
+        values = item.callspec.params.items()
+        return len(_meetings(item, *mark.args) - met), -sum(often[v] for v in values)
+
+    while left and gain(best := max(left, key=gain))[0]:
+        left.remove(best)
+        met |= _meetings(best, *mark.args)
+        often.update(best.callspec.params.items())
+    for item in left:
+        item.add_marker(pytest.mark.exhaustive)
+
+
+def _meetings(item: pytest.Function, count: int) -> set[tuple[Any, ...]]:
+    """Each `count` of the values of a parametrization."""
+    return {*itertools.combinations(item.callspec.params.items(), count)}
