@@ -109,6 +109,17 @@ the next shard are fewer than one chunk's."""
 SLABS_READ = 2
 """Slabs that are read at the same time, each of a chunk or `CHUNK_BYTES`."""
 
+READ_BYTES = 2**22
+"""Of a tensor of another format that are in host memory at a time, in the dtype that
+they have on disk."""
+
+BLOCK_BYTES = 2**12
+"""What a disk reads at least: fewer bytes of each row cost as much."""
+
+FILLED_SHARE = Fraction(1, 16)
+"""The most of its state that a process fills in host memory before it goes to devices,
+unless one shard is more: the shards that are filled together read a row once."""
+
 LEAVES_WRITTEN = 32
 """Leaves that are written at the same time."""
 

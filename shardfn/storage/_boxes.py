@@ -13,6 +13,9 @@ has one writer, who needs less than one chunk of elements from the next shard.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import jax
 
 from shardfn._core.limits import CHUNKS_PER_SHARD
 
@@ -74,6 +77,41 @@ def _clipped(index: slice, size: int) -> tuple[int, int]:
     start, stop, _ = index.indices(max(size, index.stop or 0))
     start = min(start, size)
     return start, max(min(stop, size) - start, 0)
+
+
+def shards_here(aval: jax.ShapeDtypeStruct) -> list[tuple[Index, list[Any]]]:
+    """The shards of an array that this process stores, and the devices that each is
+    on."""
+    assert aval.sharding is not None
+    here: dict[tuple[tuple[int | None, int | None], ...], list[Any]] = {}
+    for device, index in aval.sharding.addressable_devices_indices_map(
+        aval.shape
+    ).items():
+        key = tuple((s.start, s.stop) for s in index or ())
+        here.setdefault(key, []).append(device)
+    return [(tuple(slice(*ends) for ends in key), on) for key, on in here.items()]
+
+
+def size_of(box: Index) -> int:
+    """Elements of a box."""
+    return math.prod(s.stop - s.start for s in box)
+
+
+def overlap(one: Index, other: Index) -> Index | None:
+    """What two boxes have in common; None if that is nothing."""
+    both = tuple(
+        slice(max(a.start, b.start), min(a.stop, b.stop))
+        for a, b in zip(one, other, strict=True)
+    )
+    return both if all(s.start < s.stop for s in both) else None
+
+
+def within(box: Index, outer: Index) -> Index:
+    """Where a box lies in an array of the values of a box around it."""
+    return tuple(
+        slice(s.start - o.start, s.stop - o.start)
+        for s, o in zip(box, outer, strict=True)
+    )
 
 
 def runs(start: int, stop: int, shape: Shape) -> Iterator[tuple[Index, int, int]]:

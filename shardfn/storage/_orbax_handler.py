@@ -21,7 +21,7 @@ from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals, Futur
 
 from shardfn._core import processes
 from shardfn._core.limits import CHUNK_BYTES, LEAVES_WRITTEN, SLABS_READ
-from shardfn.storage._boxes import Index, Shape, pieces
+from shardfn.storage._boxes import Index, Shape, pieces, shards_here
 from shardfn.storage._padded_leaves import OnDevices, OnHost, copied
 
 CHECKSUM = [
@@ -167,13 +167,8 @@ async def _read(spec: ts.Spec, shape: Shape, stored: jax.ShapeDtypeStruct) -> ja
     sharding = stored.sharding
     assert sharding is not None
     array = await ts.open(spec, open=True, context=CONTEXT)
-    here: dict[tuple[tuple[int | None, int | None], ...], list[Any]] = {}
-    for device, index in sharding.addressable_devices_indices_map(stored.shape).items():
-        key = tuple((s.start, s.stop) for s in index or ())
-        here.setdefault(key, []).append(device)
     shards = []
-    for key, devices in here.items():
-        index = tuple(slice(*ends) for ends in key)
+    for index, devices in shards_here(stored):
         block = await _block(array, shape, stored, index)
         shards += [jax.device_put(block, device) for device in devices]
         jax.block_until_ready(shards)  # `block` is free when it has been copied

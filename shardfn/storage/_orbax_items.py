@@ -6,7 +6,6 @@ disk, how they differ, and the items, arguments and options of Orbax.
 
 import contextlib
 import dataclasses
-import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from etils import epath
 
 from shardfn._core import compat, processes
 from shardfn._core.leaves import Leaf
+from shardfn.storage._key_words import from_words, in_words, words_of
 from shardfn.storage._orbax_handler import StoredRestoreArgs, registry
 from shardfn.storage._padded_leaves import on_devices
 
@@ -37,16 +37,7 @@ class Saved:
 
 def on_disk(aval: jax.ShapeDtypeStruct) -> Saved:
     """What is on disk of a leaf."""
-    if compat.is_key(aval.dtype):
-        return _words(aval.shape, aval.dtype)
-    return Saved(aval.shape, jnp.dtype(aval.dtype))
-
-
-@functools.cache  # JAX remembers every trace, also of the same
-def _words(shape: tuple[int, ...], dtype: Any) -> Saved:
-    """The words of PRNG keys."""
-    keys = jax.ShapeDtypeStruct(shape, dtype)
-    words = jax.eval_shape(jax.random.key_data, keys)
+    words = words_of(aval)
     return Saved(words.shape, jnp.dtype(words.dtype))
 
 
@@ -142,25 +133,20 @@ def empty(target: jax.ShapeDtypeStruct) -> jax.Array:
 def values(arrays: Sequence[jax.Array], leaves: Sequence[Leaf]) -> list[Any]:
     """What Orbax is given to write for each leaf."""
     both = list(zip(arrays, leaves, strict=True))
-    words = [_in_words(x) for x, leaf in both if has_values(leaf)]
+    words = [in_words(x) for x, leaf in both if has_values(leaf)]
     shapes = [on_disk(leaf.aval).shape for leaf in leaves if has_values(leaf)]
     made = iter(on_devices(words, shapes))
     return [next(made) if has_values(leaf) else None for leaf in leaves]
 
 
-def _in_words(x: jax.Array) -> jax.Array:
-    return jax.random.key_data(x) if compat.is_key(x.dtype) else x
-
-
 def restore_args(leaf: Leaf, target: jax.ShapeDtypeStruct) -> StoredRestoreArgs:
     """What tells Orbax how a leaf is read into the array that stores it."""
-    saved = on_disk(leaf.aval)
-    if compat.is_key(target.dtype):
-        target = jax.ShapeDtypeStruct(
-            saved.shape, saved.dtype, sharding=target.sharding
-        )
+    words = words_of(target)
     return StoredRestoreArgs(
-        dtype=target.dtype, name=leaf.name, shape=saved.shape, stored=target
+        dtype=words.dtype,
+        name=leaf.name,
+        shape=words_of(leaf.aval).shape,
+        stored=words,
     )
 
 
@@ -184,21 +170,7 @@ def read(
         )
     targets = [target for leaf, target in both if has_values(leaf)]
     found = zip(jax.tree.leaves(restored), targets, strict=True)
-    return [
-        jax.random.wrap_key_data(x, impl=_implementation(target.dtype))
-        if compat.is_key(target.dtype)
-        else x
-        for x, target in found
-    ]
-
-
-@functools.cache
-def _implementation(dtype: Any) -> Any:
-    """Of PRNG keys; JAX tells it of arrays only."""
-    found: list[Any] = []
-    key = jax.ShapeDtypeStruct((), dtype)
-    jax.eval_shape(lambda k: found.append(jax.random.key_impl(k)), key)
-    return found[0]
+    return [from_words(x, target.dtype) for x, target in found]
 
 
 def read_step(directory: epath.Path) -> None:

@@ -22,6 +22,7 @@ from shardfn._core import compat, processes
 from shardfn._core.errors import ShardingError, called, step_name
 from shardfn._core.leaves import Leaf
 from shardfn._core.sharding import Sharding
+from shardfn.storage._leaves import leaves_of
 from shardfn.storage._mesh_context import (
     automatic,
     is_placed_on,
@@ -223,6 +224,26 @@ class HasStorage(Protocol):
     def mesh(self) -> Mesh:
         """The mesh that it was given."""
         ...
+
+
+def stored_avals(
+    step: HasStorage | None, state: Any
+) -> tuple[Sequence[Leaf], Any, list[jax.ShapeDtypeStruct]]:
+    """The leaves of a state, their structure, and shapes, dtypes and shardings of the
+    arrays that store them: as a step does, or whole on the first device."""
+    if step is not None:
+        storage = step.storage
+        leaves, treedef = storage.leaves((state,))
+        return leaves, treedef, [storage.stored_aval(*x) for x in storage.each(leaves)]
+    leaves, treedef = leaves_of((state,), "state")
+    here = SingleDeviceSharding(processes.own_device())
+    avals = [
+        jax.ShapeDtypeStruct(
+            x.aval.shape, x.aval.dtype, weak_type=x.aval.weak_type, sharding=here
+        )
+        for x in leaves
+    ]
+    return leaves, treedef, avals
 
 
 def _placed(states: Any) -> list[jax.Array]:

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
-from jax.sharding import SingleDeviceSharding
 
 from shardfn._core import compat, processes
 from shardfn._core.errors import call_site
@@ -45,7 +44,7 @@ from shardfn.storage._orbax_items import (
     read_step,
     values,
 )
-from shardfn.storage._placement import HasStorage
+from shardfn.storage._placement import HasStorage, stored_avals
 
 __all__ = ["CheckpointError", "Checkpoints", "DamagedCheckpointError"]
 
@@ -216,7 +215,7 @@ class Checkpoints:
         with in_all_processes(f"read {at}", self._group):
             self.wait()
             number = self._found(number)
-            leaves, treedef, targets = self._targets(like)
+            leaves, treedef, targets = stored_avals(self.step, like)
             with self._intact(number):
                 self._check_fit(leaves, number, partial)
                 where = self._path(number) / ITEM
@@ -298,24 +297,6 @@ class Checkpoints:
             return self.step.storage.place((state,))
         leaves, treedef = leaves_of((state,), "state")
         return [jnp.asarray(x) for x in jax.tree.leaves(state)], leaves, treedef
-
-    def _targets(self, like: Any) -> tuple[Sequence[Leaf], Any, list[Any]]:
-        """Leaves of a state, and the arrays that are to be filled."""
-        if self.step is not None:
-            storage = self.step.storage
-            leaves, treedef = storage.leaves((like,))
-            return (
-                leaves,
-                treedef,
-                [storage.stored_aval(leaf, s) for leaf, s in storage.each(leaves)],
-            )
-        leaves, treedef = leaves_of((like,), "state")
-        here = SingleDeviceSharding(processes.own_device())
-        avals = [
-            jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype, sharding=here)
-            for x in leaves
-        ]
-        return leaves, treedef, avals
 
     def _numbers_on_disk(self) -> list[int]:
         there = self.directory.iterdir() if self.directory.is_dir() else ()

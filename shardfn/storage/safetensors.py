@@ -1,8 +1,8 @@
-"""Writes whole states to `safetensors` files, for use outside JAX.
+"""States to and from `safetensors` files, for use outside JAX.
 
 In: a state as a sharded step stores it, or whole. Out: one file with every leaf under
 its path, in its own shape and dtype and without padding. One leaf at a time is in host
-memory, on one process.
+memory, on one process. What reads others' files into a state is in `_load_safetensors`.
 
 The library `safetensors` writes only what is in memory as a whole, so the header, which
 is one JSON object, is made here. The format:
@@ -27,31 +27,19 @@ from shardfn._core.errors import call_site
 from shardfn._core.leaves import Leaf, leaf_name
 from shardfn.storage._boxes import Index, pieces
 from shardfn.storage._leaves import is_text, leaves_of
+from shardfn.storage._load_safetensors import load_safetensors as load_safetensors
 from shardfn.storage._placement import HasStorage
 from shardfn.storage._stored_array import stored_array
+from shardfn.storage._tensor_files import DTYPES
+from shardfn.storage._tensor_files import LoadError as LoadError
 
-__all__ = ["ExportError", "dotted", "write_safetensors"]
-
-DTYPES = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "uint16": "U16",
-    "int16": "I16",
-    "uint32": "U32",
-    "int32": "I32",
-    "uint64": "U64",
-    "int64": "I64",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e8m0fnu": "F8_E8M0",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float32": "F32",
-    "float64": "F64",
-    "complex64": "C64",
-}
-"""The format's name of each dtype that it has."""
+__all__ = [
+    "ExportError",
+    "LoadError",
+    "dotted",
+    "load_safetensors",
+    "write_safetensors",
+]
 
 
 class ExportError(ValueError):

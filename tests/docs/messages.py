@@ -19,6 +19,8 @@ PUBLIC_ERRORS = (
     "ElsewhereError",
     "CheckpointError",
     "DamagedCheckpointError",
+    "LoadError",
+    "FileNotFoundError",
 )
 # Messages that another function returns.
 RETURNED = {

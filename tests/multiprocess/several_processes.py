@@ -21,10 +21,13 @@ import numpy as np  # noqa: E402
 
 import shardfn  # noqa: E402
 from shardfn._core import compat, processes  # noqa: E402
-from shardfn.storage import checkpoint  # noqa: E402
+from shardfn.storage import _tensor_files, checkpoint  # noqa: E402
 from shardfn.storage._stored_array import stored_array  # noqa: E402
 from shardfn.storage.checkpoint import Checkpoints  # noqa: E402
-from shardfn.storage.safetensors import write_safetensors  # noqa: E402
+from shardfn.storage.safetensors import (  # noqa: E402
+    load_safetensors,
+    write_safetensors,
+)
 
 ROWS = 8
 
@@ -68,18 +71,44 @@ def train(step: shardfn.ShardedStep) -> dict[str, Any]:
         refusal = refuse(checkpoints)
         restored = checkpoints.restore(jax.eval_shape(create, jax.random.key(0)))
     again, _ = step(restored, batch)
-    same = all(
+    write_safetensors(f"{DIRECTORY}/model.safetensors", state, step)
+    loaded, read = load(step)
+    same = same_shards(state, again) and same_shards(state, loaded)
+    whole = step.unshard(state, process=0)
+    sums = whole and {k: float(jnp.abs(whole[k]).sum()) for k in ("flat", "long")}
+    return {
+        "loss": float(loss),
+        "same": same,
+        "sums": sums,
+        "refusal": refusal,
+        "read": read,
+    }
+
+
+def same_shards(one: Any, other: Any) -> bool:
+    """Whether this process's shards have the same bits."""
+    return all(
         np.array_equal(a.data, b.data)
         for k in ("even", "flat", "long", "padded")
         for a, b in zip(
-            *(stored_array(x[k]).addressable_shards for x in (state, again)),
-            strict=True,
+            *(stored_array(x[k]).addressable_shards for x in (one, other)), strict=True
         )
     )
-    write_safetensors(f"{DIRECTORY}/model.safetensors", state, step)
-    whole = step.unshard(state, process=0)
-    sums = whole and {k: float(jnp.abs(whole[k]).sum()) for k in ("flat", "long")}
-    return {"loss": float(loss), "same": same, "sums": sums, "refusal": refusal}
+
+
+def load(step: shardfn.ShardedStep) -> tuple[Any, int]:
+    """The state of the file that was written, and how many bytes of values this process
+    has read of it, had its disk blocks of one byte."""
+    read, count = _tensor_files.read_into, []
+
+    def counted(file: Any, row: Any, start: int) -> None:
+        count.append(len(row))
+        read(file, row, start)
+
+    _tensor_files.BLOCK_BYTES = 1
+    _tensor_files.read_into = counted
+    like = jax.eval_shape(create, jax.random.key(0))
+    return load_safetensors(f"{DIRECTORY}/model.safetensors", like, step), sum(count)
 
 
 def alone() -> dict[str, Any]:

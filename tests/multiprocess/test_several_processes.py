@@ -4,6 +4,7 @@ save and restore as one process does; processes that differ say so and end.
 
 import contextlib
 import json
+import math
 import os
 import socket
 import subprocess
@@ -87,6 +88,10 @@ def test_they_compute_what_one_device_does(count: int, tmp_path: Path) -> None:
             f"process {count - 1} has not read the latest checkpoint:",
             "    OSError: cut off",
         ]
+    split = sum(4 * math.prod(x.shape) for k, x in second.items() if x.ndim)
+    assert sum(process["read"] for process in found) == split + 12 * count, (
+        "each reads its own part, and what is not split"
+    )
     sums = {k: float(jnp.abs(second[k]).sum()) for k in ("flat", "long")}
     assert found[0]["sums"] == pytest.approx(sums, rel=1e-5)
     assert [process["sums"] for process in found[1:]] == [None] * (count - 1)

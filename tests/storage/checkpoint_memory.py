@@ -1,6 +1,6 @@
-"""In: `save`, `restore` or `export`, and a directory. Out: what that adds to the memory
-of this process at its peak, relative to the bytes of the state's shards; a program of
-its own, so that nothing else has been in its memory.
+"""In: `save`, `restore`, `export` or `load`, and a directory. Out: what that adds to
+the memory of this process at its peak, relative to the bytes of the state's shards; a
+program of its own, so that nothing else has been in its memory.
 
 CPU devices keep their shards in host memory: saving reads them there, and restoring
 makes them there.
@@ -16,13 +16,22 @@ import jax.numpy as jnp
 import shardfn
 from shardfn.storage._stored_array import stored_array
 from shardfn.storage.checkpoint import Checkpoints
-from shardfn.storage.safetensors import write_safetensors
+from shardfn.storage.safetensors import load_safetensors, write_safetensors
 
 SHAPES = {
     "even": (1024, 1024, 8),
     "padded": (4093, 1024),
     "flattened": (331, 83, 190),
 }
+
+
+NAMES = {
+    "even": ("even", "(b c) a -> a b c"),
+    "padded": ("padded", "b a -> a b"),
+    "flattened": "flattened",
+}
+"""How the leaves are in a file of others, there in bfloat16."""
+ON_DISK = {"even": (8192, 1024), "padded": (1024, 4093), "flattened": (331, 83, 190)}
 
 
 def create() -> dict[str, jax.Array]:
@@ -61,8 +70,18 @@ def main(action: str, directory: str) -> None:
     def export() -> None:
         write_safetensors(f"{directory}/model", states[0], step)
 
+    def load() -> None:
+        path = f"{directory}/model.safetensors"
+        state = load_safetensors(path, whole, step, names=NAMES)
+        states.append(jax.block_until_ready(state))
+
     with Checkpoints(directory, step) as checkpoints:
-        if action == "export":
+        if action == "load":
+            small = {"flattened": jax.ShapeDtypeStruct((331, 83), jnp.float32)}
+            load_safetensors(f"{directory}/small.safetensors", small, step)
+            peak = peak_of(load)
+            assert jnp.array_equal(states[0]["padded"][:, 7], jnp.arange(4093.0) % 128)
+        elif action == "export":
             states.append(step.init(lambda: {"flattened": jnp.ones((331, 83))}))
             export()  # compiles and loads what is needed once
             states[0] = jax.block_until_ready(step.init(create))
