@@ -24,7 +24,7 @@ from shardfn._api.fully_shard import fully_shard
 from shardfn._api.local_step import LocalStep
 from shardfn._api.option_flags import given_options, with_flags, with_options
 from shardfn._api.sharded_step import ShardedStep
-from shardfn._core.errors import ShardingError
+from shardfn._core.errors import ShardingError, called_from
 from shardfn.analysis import targets
 from shardfn.analysis.report import Report
 
@@ -79,7 +79,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     known: type[PlanCommand] = with_flags(PlanCommand)
     command = tyro.cli(known, args=argv[1:], prog="python -m shardfn plan")
     try:
-        run_plan(command)
+        with called_from(f"{command.step}, by the command line"):
+            run_plan(command)
     except (CommandError, ShardingError) as error:
         sys.exit(f"error: {error}")
 

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from shardfn._core.errors import step_name
+from shardfn._core.errors import ShardingError, called, step_name
 from shardfn._core.plan import BodyPlan
 from shardfn._core.program import Program
 from shardfn._core.sharding import Axes
@@ -37,7 +37,15 @@ def dumping(axes: Axes) -> Observer:
     if not os.environ.get(FOLDER):
         return unobserved
     folder = Path(os.environ[FOLDER]) / f"{step_name()}-{_counts()}"
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ShardingError(
+            f"{FOLDER} is '{os.environ[FOLDER]}', where plans cannot be written: "
+            f"{error.strerror}.\n{called()}"
+            "Name a folder that can be written to, or one that is not there yet; or "
+            f"unset {FOLDER}."
+        ) from None
     before: list[str] = []
     stages = itertools.count()
 

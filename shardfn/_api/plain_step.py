@@ -6,7 +6,7 @@ arguments are state, how the batch is split, and the planned step for given shap
 
 import functools
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import jax
@@ -96,15 +96,16 @@ class PlainStep:
         mesh: jax.sharding.AbstractMesh | None = None,
     ) -> StateArguments:
         """Which of a call's arguments are state; `mesh` is the caller's."""
+        names = tuple(parameter_names(self.step))
         if self.state_argnums is not None:
-            return StateArguments(self.state_argnums, by_hand=True)
+            return StateArguments(self.state_argnums, by_hand=True, parameters=names)
         treedef = jax.tree.structure(args)
         if treedef not in self.found:
             found = self.find(args, axes, mesh)
             if found is None:  # whatever is wrong with this call is that of no other
                 notes = () if _take_avals(args) else (_CLOSED,)
-                return StateArguments(notes=notes, hints=notes)
-            self.found[treedef] = found
+                return StateArguments(notes=notes, hints=notes, parameters=names)
+            self.found[treedef] = replace(found, parameters=names)
         return self.found[treedef]
 
     def partition(self, leaves: Sequence[Leaf], axes: Axes) -> tuple[Sharding, ...]:

@@ -35,6 +35,7 @@ class StateArguments:
         where.
       hints: those of them that are not of the state.
       by_hand: whether the user says so.
+      parameters: what the step calls its arguments, by position.
       notes: for people: what was found, and what comes back but is not state.
     """
 
@@ -44,6 +45,7 @@ class StateArguments:
     notes: tuple[str, ...] = ()
     hints: tuple[str, ...] = ()
     by_hand: bool = False
+    parameters: tuple[str, ...] = ()
 
     @property
     def places(self) -> tuple[Path, ...]:
@@ -147,6 +149,18 @@ class NamedStates(tuple[Any, ...]):
         return cls(names, tuple(values))
 
 
+@dataclass(frozen=True, slots=True)
+class ArgumentKey:
+    """The key of an argument among those that are not state: it is called as the step
+    calls it."""
+
+    idx: int
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
 @jax.tree_util.register_pytree_with_keys_class
 class Rest(tuple[Any, ...]):
     """The arguments of a call that are not state, and which those are that are."""
@@ -160,7 +174,12 @@ class Rest(tuple[Any, ...]):
 
     def tree_flatten_with_keys(self) -> tuple[list[Any], StateArguments]:
         """The arguments in order."""
-        return [(SequenceKey(i), x) for i, x in enumerate(self)], self.meaning
+        names = without(self.meaning.parameters, self.meaning.arguments)
+        names += map(str, range(len(names), len(self)))
+        if self and isinstance(self[-1], Named):
+            names[len(self) - 1] = "keywords"
+        keys = (ArgumentKey(i, name) for i, name in enumerate(names))
+        return list(zip(keys, self, strict=False)), self.meaning
 
     @classmethod
     def tree_unflatten(cls, meaning: StateArguments, values: Sequence[Any]) -> "Rest":

@@ -222,7 +222,11 @@ def advice(pattern: str, names: Sequence[str]) -> str:
     told."""
     inner = {n.rsplit("/", i)[0] for n in names for i in range(1, n.count("/") + 1)}
     subtrees = [f"{name}/*" for name in sorted(inner)] if "*" in pattern else inner
-    close = difflib.get_close_matches(pattern, [*names, *sorted(subtrees)])
+    ends = [
+        n for n in (*names, *sorted(inner)) if fnmatch.fnmatchcase(n, f"*/{pattern}")
+    ]
+    close = ends if len(ends) < 2 else [f"*/{pattern}"]
+    close = close or difflib.get_close_matches(pattern, [*names, *sorted(subtrees)])
     meant = f"Did you mean {' or '.join(map(repr, close))}? " if close else ""
     return (
         f"{meant}The leaves are {listed(names, SHOWN_MATCHES)}. A pattern names "

@@ -93,6 +93,20 @@ def calling(step: object) -> Iterator[None]:
         _step.reset(token)
 
 
+_outside: contextvars.ContextVar[str] = contextvars.ContextVar("line", default=UNKNOWN)
+"""Where a call comes from that no line of the user's makes."""
+
+
+@contextlib.contextmanager
+def called_from(place: str) -> Iterator[None]:
+    """While it is entered, what no line of the user's calls is called at `place`."""
+    token = _outside.set(place)
+    try:
+        yield
+    finally:
+        _outside.reset(token)
+
+
 def names_step(method: Method) -> Method:
     """Makes a method of a transformed step name the plain one in messages. What it runs
     is compiled, under `jax.disable_jit` too: a plan needs the whole step."""
@@ -141,7 +155,7 @@ def call_site() -> str:
     while frame is not None and _is_library(frame.f_code.co_filename):
         frame = frame.f_back
     if frame is None:
-        return UNKNOWN
+        return _outside.get()
     return _line(frame, frame.f_lineno)
 
 

@@ -107,9 +107,9 @@ def _found(checks: Checks) -> list[HloCollective]:
 
 
 def _change(planned: str, found: Iterable[str]) -> str:
-    """`float32`, or `bfloat16->float32` where the program has another one."""
-    others = sorted(set(found) - {planned})
-    return "->".join([planned, *others[:1]])
+    """`float32`, or `bfloat16->float32,float64` where the program has others."""
+    others = ",".join(sorted(set(found) - {planned}))
+    return f"{planned}->{others}" if others else planned
 
 
 COLUMNS = (

@@ -11,6 +11,7 @@ from typing import NoReturn
 from shardfn._core.control import advice, matches
 from shardfn._core.errors import ShardingError, call_site, where
 from shardfn._core.leaves import Names
+from shardfn._core.limits import SHOWN_NAMES
 from shardfn._core.moves import Move
 from shardfn._core.plan import Reshard
 from shardfn._core.program import Node
@@ -220,7 +221,7 @@ def explain(
     if not blocks:
         blocks = list(_staying(pattern, operations, axes))
     if not blocks:
-        _refuse(pattern, leaves, collectives)
+        _refuse(pattern, leaves, collectives, operations)
     return "\n\n".join(blocks)
 
 
@@ -273,6 +274,16 @@ def _is_at(line: Collective, pattern: str) -> bool:
     return any(_names(pattern, place) for place in places)
 
 
+def _nearest(file: str, line: int, operations: Sequence[Operation]) -> list[str]:
+    """The lines of a file that are nearest to one of it and have operations, in
+    order."""
+    places = {where(node.eqn).split(" ")[0] for node, _ in operations}
+    split = (place.rpartition(":") for place in places)
+    lines = {int(n) for name, _, n in split if name == file and n.isdigit()}
+    near = sorted(lines, key=lambda n: abs(n - line))[:SHOWN_NAMES]
+    return [f"{file}:{n}" for n in sorted(near)]
+
+
 def _names(pattern: str, place: str) -> bool:
     """Whether `train.py:12`, or `train.py`, names a place such as
     `train.py:12 (loss_fn)`."""
@@ -280,8 +291,19 @@ def _names(pattern: str, place: str) -> bool:
 
 
 def _refuse(
-    pattern: str, leaves: Sequence[LeafLayout], collectives: Sequence[Collective]
+    pattern: str,
+    leaves: Sequence[LeafLayout],
+    collectives: Sequence[Collective],
+    operations: Sequence[Operation],
 ) -> NoReturn:
+    file, _, number = pattern.partition(" ")[0].rpartition(":")
+    if number.isdigit() and (near := _nearest(file, int(number), operations)):
+        raise ShardingError(
+            f"no operation of the step is at {pattern}.\n"
+            f"  explain was called at {call_site()}\n"
+            f"The nearest are at {', '.join(near)}. A call over several lines has "
+            "the number of one of them."
+        )
     lines = dict.fromkeys(line.place.split(" ")[0] for line in collectives)
     at = f" Collectives are at {', '.join(lines)}." if lines else ""
     raise ShardingError(

@@ -10,7 +10,9 @@ from typing import Any, NoReturn
 
 from jax.tree_util import DictKey, SequenceKey
 
+from shardfn._core.call_arguments import ArgumentKey
 from shardfn._core.errors import ShardingError, called
+from shardfn._core.leaves import Leaf
 from shardfn._core.limits import SHOWN_LEAVES
 
 
@@ -51,7 +53,7 @@ def refuse_uneven(leaves: Sequence[Uneven], hints: Sequence[str] = ()) -> NoRetu
         f"batch leaf '{first.name}' has {first.size} {first.unit}, which {first.count} "
         f"devices on mesh {'axis' if len(first.axes) == 1 else 'axes'} {axis} cannot "
         "split evenly.\n"
-        + (f"  nor can they {also}\n" if others else "")
+        + (f"  also uneven: {also}\n" if others else "")
         + "".join(f"  {hint}\n" for hint in hints)
         + called()
         + f"Pad the batch to {-(-max(first.size, 1) // first.count) * first.count} "
@@ -60,13 +62,32 @@ def refuse_uneven(leaves: Sequence[Uneven], hints: Sequence[str] = ()) -> NoRetu
     )
 
 
+def of_many_rows(leaves: Sequence[Leaf], uneven: Sequence[Uneven]) -> list[str]:
+    """Lines on arguments that cannot be a batch's, for their leaves have not the same
+    number of rows: parameters that are read only, but unlike the state."""
+    rows: dict[str, set[int]] = {}
+    for leaf in leaves:
+        match leaf.path:
+            case (ArgumentKey() as key, *_) if leaf.aval.shape:
+                rows.setdefault(key.name, set()).add(leaf.aval.shape[0])
+    wrong = {str(x.path[0]) for x in uneven if x.path}
+    return [
+        f"the leaves of argument '{name}' have {', '.join(map(str, sorted(sizes)))} "
+        "rows. It is taken for a batch, since it does not come back, and has not the "
+        "structure, shapes and dtypes of the state or a part of it. Parameters that "
+        "are only read may be returned too, unchanged: then they are state"
+        for name, sizes in rows.items()
+        if name in wrong and len(sizes) > 1
+    ]
+
+
 def _whole(leaves: Sequence[Uneven]) -> str:
     """The `batch_spec` for these leaves, as it can be typed."""
     spec: Any = {}
     for leaf in leaves:
         inside = spec
         for key in ("root", *leaf.path):
-            if not isinstance(key, str | DictKey | SequenceKey):
+            if not isinstance(key, str | DictKey | SequenceKey | ArgumentKey):
                 return "jax.P() for each such leaf in batch_spec"
             inside = inside.setdefault(key, {})
     return f"batch_spec={_written(spec['root'])}"

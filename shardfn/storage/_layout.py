@@ -153,10 +153,8 @@ def _leaf_sharding(
             why.append(_too_small(size, min_size, count))
             continue
         dim, chosen = _choose_dim(shape, count, stacked, frozenset(taken))
-        is_first = sharding == axes.replicated
-        if dim is not None and (
-            is_flat(sharding) or (not is_first and shape[dim] % count)
-        ):
+        is_second = sharding != axes.replicated
+        if is_second and (dim is None or is_flat(sharding) or shape[dim] % count):
             chosen, dim = (NO_SECOND, (axes.names[axis], count)), None
         why.append(chosen)
         if dim is None:

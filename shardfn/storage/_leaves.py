@@ -27,7 +27,7 @@ from shardfn._core.sharding import (
     names_in,
     on_axis,
 )
-from shardfn.storage._batch import Uneven, refuse_uneven
+from shardfn.storage._batch import Uneven, of_many_rows, refuse_uneven
 
 NO_AXES: Mapping[str, int] = MappingProxyType({})
 
@@ -127,7 +127,7 @@ def batch_shardings(
         alike = same[i] if same else ()
         split.append(_batch_leaf(leaf, spec, axes, is_local, alike, uneven))
     if uneven:
-        refuse_uneven(uneven, hints)
+        refuse_uneven(uneven, [*hints, *of_many_rows(leaves, uneven)])
     return tuple(split)
 
 

@@ -16,9 +16,10 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 import tensorstore as ts
 from etils import epath
+from jax.tree_util import tree_flatten_with_path
 
 from shardfn._core import compat, processes
-from shardfn._core.leaves import Leaf
+from shardfn._core.leaves import Leaf, path_name
 from shardfn.storage._key_words import from_words, in_words, words_of
 from shardfn.storage._orbax_handler import StoredRestoreArgs, registry
 from shardfn.storage._padded_leaves import on_devices
@@ -130,6 +131,31 @@ def empty(target: jax.ShapeDtypeStruct) -> jax.Array:
     return jnp.zeros(target.shape, target.dtype, device=target.sharding)
 
 
+def as_item(tree: Any) -> Any:
+    """A pytree as Orbax can take it, which sorts the keys of a node: where numbers and
+    names are keys of one, as in `nnx.List`, dictionaries with keys of text."""
+    if not _mixes_keys(tree):
+        return tree
+    item: dict[str, Any] = {}
+    for path, x in tree_flatten_with_path(tree)[0]:
+        inside = item
+        for key in path[:-1]:
+            inside = inside.setdefault(path_name([key]), {})
+        inside[path_name(path[-1:])] = x
+    return item
+
+
+def _mixes_keys(tree: Any) -> bool:
+    """Whether a node, also one without leaves, has numbers and names as keys."""
+    flat, _ = tree_flatten_with_path(tree, is_leaf=lambda x: not jax.tree.leaves(x))
+    kinds: dict[Any, set[bool]] = {}
+    for path, _ in flat:
+        for i, key in enumerate(path):
+            is_number = isinstance(getattr(key, "key", getattr(key, "idx", "")), int)
+            kinds.setdefault(path[:i], set()).add(is_number)
+    return any(len(found) > 1 for found in kinds.values())
+
+
 def values(arrays: Sequence[jax.Array], leaves: Sequence[Leaf]) -> list[Any]:
     """What Orbax is given to write for each leaf."""
     both = list(zip(arrays, leaves, strict=True))
@@ -160,7 +186,8 @@ def read(
     both = list(zip(leaves, targets, strict=True))
     items = [target if has_values(leaf) else None for leaf, target in both]
     args = [restore_args(*pair) if has_values(pair[0]) else None for pair in both]
-    item, given = (jax.tree.unflatten(treedef, x)[0] for x in (items, args))
+    trees = (jax.tree.unflatten(treedef, x)[0] for x in (items, args))
+    item, given = map(as_item, trees)
     # Not by a Checkpointer: after it has read, it waits for all processes, also for one
     # that could not.
     with contextlib.closing(handler()) as reader:
@@ -168,8 +195,8 @@ def read(
             directory,
             args=ocp.args.PyTreeRestore(item, restore_args=given, partial_restore=True),
         )
-    targets = [target for leaf, target in both if has_values(leaf)]
-    found = zip(jax.tree.leaves(restored), targets, strict=True)
+    named = {path_name(path): x for path, x in tree_flatten_with_path(restored)[0]}
+    found = ((named[leaf.name], target) for leaf, target in both if has_values(leaf))
     return [from_words(x, target.dtype) for x, target in found]
 
 

@@ -35,6 +35,7 @@ from shardfn.storage._leaves import leaves_of
 from shardfn.storage._orbax_items import (
     Saved,
     advice,
+    as_item,
     differences,
     empty,
     handler,
@@ -167,7 +168,7 @@ class Checkpoints:
             arrays, leaves, treedef = self._stored(state)
             check_leaves(leaves)
             check_devices(arrays, leaves, self._group)
-            item = jax.tree.unflatten(treedef, values(arrays, leaves))[0]
+            item = as_item(jax.tree.unflatten(treedef, values(arrays, leaves))[0])
         chunked = ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES)
         args = ocp.args.PyTreeSave(
             item, save_args=jax.tree.map(lambda _: chunked, item)

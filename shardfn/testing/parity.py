@@ -18,7 +18,7 @@ from shardfn._api.fully_shard import fully_shard
 from shardfn._api.options import Options
 from shardfn._api.sharded_step import ShardedStep
 from shardfn._api.validate import check_step
-from shardfn._core.errors import call_site
+from shardfn._core.errors import call_site, calling
 from shardfn._core.limits import DECIDED_BY_ROUNDING, ROUNDING_FACTOR, SHOWN_LEAVES
 from shardfn._core.sharding import show
 from shardfn.testing._compare import Snapshot, differences, snapshot
@@ -28,6 +28,7 @@ from shardfn.testing._rounding_noise import Noise, noise
 
 def assert_parity(
     step: Callable[..., Any],
+    /,
     mesh: Mesh,
     state: Any,
     *batch: Any,
@@ -94,9 +95,11 @@ def assert_parity(
     _check_names(options)
     check_step(step, "assert_parity")
     given: Options = {"min_size": 0, **options}
-    sharded, start, _ = fully_shard(step, mesh, **given).as_pure((state, *batch), {})
+    made = fully_shard(step, mesh, **given)
+    with calling(step):
+        sharded, start, _ = made.as_pure((state, *batch), {})
+        then = _next_arguments(sharded, start)
     plain = jax.jit(sharded.plain.step)
-    then = _next_arguments(sharded, start)
     stored = sharded.shard(then.given(start))
     where = f"{getattr(step, '__name__', 'the step')} over {dict(mesh.shape)}"
     _assert_is_split(sharded, stored, where)

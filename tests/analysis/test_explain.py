@@ -110,6 +110,32 @@ def test_an_unknown_name_is_refused(plan) -> None:
         plan.explain("upp")
 
 
+def test_a_line_without_operations_names_the_nearest(plan) -> None:
+    first = loss_fn.__code__.co_firstlineno
+    with pytest.raises(shardfn.ShardingError) as error:
+        plan.explain(f"{HERE}:{first}")
+    lines = str(error.value).split("\n")
+    assert lines[0] == f"no operation of the step is at {HERE}:{first}."
+    assert lines[2].startswith(
+        f"The nearest are at {HERE}:{first + 1}, {HERE}:{first + 2}, "
+    )
+
+
+def test_a_leaf_that_an_own_axis_splits_is_not_left_to_xla() -> None:
+    mesh = jax.make_mesh((2, 2), ("a", "b"), devices=jax.devices()[:4])
+    plan = shard_fn(
+        lambda w, x: (w * jnp.sum(x), ()),
+        mesh,
+        (8,),
+        (8, 16),
+        axis=("a", "b"),
+        shard=("a", "b"),
+        min_size=0,
+    ).plan
+    assert "XLA" not in plan.explain("*")
+    assert "no other dimension" in plan.explain("*")
+
+
 # Every decision says what decided
 
 

@@ -4,8 +4,10 @@ what the stage changed.
 
 import jax
 import jax.numpy as jnp
+import pytest
 from plan_helpers import shard_fn
 
+import shardfn
 from shardfn._api.dump_plans import changes
 from shardfn._schedule.pipeline import PASSES
 
@@ -39,6 +41,20 @@ def test_a_plan_is_written_after_each_stage(tmp_path, monkeypatch) -> None:
     assert len(left) == gathers
     assert all("for up" in x for x in left)
     assert " after prefetch: 0 lines added, 0 removed\n" in texts[3]
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path, monkeypatch) -> None:
+    file = tmp_path / "plans"
+    file.write_text("")
+    monkeypatch.setenv("SHARDFN_DUMP_TO", str(file))
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    with pytest.raises(shardfn.ShardingError) as error:
+        shard_fn(lambda w, x: (w, ()), mesh, {"up": (16, 8)}, (8, 16)).plan
+    lines = str(error.value).splitlines()
+    assert lines[0] == (
+        f"SHARDFN_DUMP_TO is '{file}', where plans cannot be written: Not a directory."
+    )
+    assert lines[2].startswith("Name a folder that can be written to")
 
 
 def test_changes_are_marked_in_place() -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from flax import nnx
 from jax.sharding import SingleDeviceSharding
 from sharded_and_plain import MESHES
 from sharded_and_plain import make_mesh as _make_mesh
@@ -302,6 +303,25 @@ def test_nothing_is_compressed(tmp_path) -> None:
         checkpoints.save(1, {"w": jnp.zeros(2**15)})
     sizes = [file.stat().st_size for file in tmp_path.rglob("*") if file.is_file()]
     assert max(sizes) >= 4 * 2**15
+
+
+@pytest.mark.parametrize("on_mesh", [True, False])
+def test_modules_whose_keys_are_numbers_and_names(on_mesh: bool, tmp_path) -> None:
+    """Orbax, which sorts the keys, could not read what it had written."""
+    linear = [nnx.Linear(2, 2, rngs=nnx.Rngs(i)) for i in range(12)]
+    module = nnx.Dict(
+        layers=nnx.List(linear[1:]), act=nnx.Sequential(linear[0], nnx.relu)
+    )
+    step = shardfn.fully_shard(train_step, _make_mesh("4"), min_size=0)
+    with Checkpoints(tmp_path, step if on_mesh else None) as checkpoints:
+        for number, (saved, like) in enumerate(
+            [(module, module), (module, nnx.state(module)), (nnx.state(module), module)]
+        ):
+            checkpoints.save(number, saved)
+            restored = checkpoints.restore(like)
+            assert jax.tree.structure(restored) == jax.tree.structure(like)
+            for x, y in zip(*map(jax.tree.leaves, (restored, saved)), strict=True):
+                np.testing.assert_array_equal(x, y)
 
 
 def test_two_leaves_of_one_name(steps, tmp_path) -> None:

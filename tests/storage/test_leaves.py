@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from plan_helpers import cpu_mesh
 
 import shardfn
 from shardfn._core.leaves import path_name
@@ -218,9 +219,26 @@ def test_every_leaf_that_cannot_be_split_is_named() -> None:
     batch = {f"leaf{i}": OTHER for i in range(9)} | {"a": np.zeros(12), "z": ROWS}
     lines = refused(None, batch).splitlines()
     assert lines[0].startswith("batch leaf 'a' has 12 rows, which 8 devices")
-    assert lines[1].startswith("  nor can they 'leaf0' with 30 rows, 'leaf1' with ")
+    assert lines[1].startswith("  also uneven: 'leaf0' with 30 rows, 'leaf1' with ")
     assert lines[1].endswith("'leaf6' with 30 rows and 2 more")
     assert lines[-1].endswith("'leaf8': jax.P()} to replicate them.")
+
+
+def test_messages_call_arguments_as_the_step_does() -> None:
+    """They were numbered among those that are not state."""
+
+    def step(params, teacher, x, *, y):
+        return params * 2, jnp.sum(x) + jnp.sum(y) + teacher["a"][0] + teacher["b"][0]
+
+    sharded = shardfn.fully_shard(step, cpu_mesh(4))
+    teacher = {"a": jnp.ones(6), "b": jnp.ones(7)}
+    with pytest.raises(shardfn.ShardingError) as error:
+        sharded(jnp.ones(3), teacher, jnp.ones((5, 2)), y=jnp.ones(7))
+    lines = str(error.value).splitlines()
+    assert lines[0].startswith("batch leaf 'teacher/a' has 6 rows, which 4 devices")
+    others = "'teacher/b' with 7 rows, 'x' with 5 rows, 'keywords/y' with 7 rows"
+    assert lines[1] == f"  also uneven: {others}"
+    assert lines[2].startswith("  the leaves of argument 'teacher' have 6, 7 rows. It ")
 
 
 @pytest.mark.parametrize("spec", ["data", {"x": "data"}, {"x": {"y": P()}}, 0])

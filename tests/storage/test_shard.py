@@ -192,6 +192,7 @@ def test_a_pattern_that_names_nothing_is_refused() -> None:
     [
         ("params/donw", "'params/down'"),
         ("parms", "'params'"),
+        ("up", "'*/up'?"),
         ("momentm/*", "'momentum/*'"),
         ("xyz", None),
     ],

@@ -225,7 +225,8 @@ def test_whole_numbers_are_not_rounded_otherwise() -> None:
 
 
 @pytest.mark.parametrize(
-    "name, meant", [("tolerance", "tol"), ("min_sze", "min_size"), ("zzz", None)]
+    "name, meant",
+    [("tolerance", "tol"), ("step", "steps"), ("min_sze", "min_size"), ("zzz", None)],
 )
 def test_a_keyword_that_is_none(name: str, meant: str | None) -> None:
     with pytest.raises(TypeError) as error:
