@@ -168,6 +168,9 @@ SHOWN_NAMES = 4
 SHOWN_LINES = 40
 """Lines of the difference between two processes' programs."""
 
+SHOWN_STATIC = 80
+"""Characters of static data, before and after a step has changed it."""
+
 SHOWN_ARRAY_BYTES = 64
 """Of a captured array that a listing shows."""
 

@@ -4,6 +4,7 @@ In: what the step returns, and the state's leaves. Out: nothing; or an error tha
 which leaves are missing, new or of another type, or that no state comes back.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -13,6 +14,7 @@ from jax.tree_util import tree_flatten_with_path
 from shardfn._core.call_arguments import (
     NamedStates,
     StateArguments,
+    children,
     part,
 )
 from shardfn._core.errors import (
@@ -22,6 +24,7 @@ from shardfn._core.errors import (
     step_name,
 )
 from shardfn._core.leaves import Leaf, leaf_name, path_name
+from shardfn._core.limits import SHOWN_STATIC
 from shardfn._trace.containers import Closed, opened
 from shardfn._trace.state_texts import change
 
@@ -46,6 +49,8 @@ def check_state(
         missing, extra = sorted(old_names - new_names), sorted(new_names - old_names)
         if len(leaves) and not old_names & new_names:
             _no_state(out, states, leaves, meaning.by_hand)
+        if not missing and not extra:
+            _check_static(opened(old), opened(new))
         raise ShardingError(
             f"{step_name()} changes the structure of its state: "
             f"missing leaves {listed(missing)}, new leaves {listed(extra)}"
@@ -66,6 +71,62 @@ def check_state(
                 "A sharded state keeps its shapes and dtypes: cast or reshape the new "
                 "value back, or start with the type that the step returns."
             )
+
+
+def _check_static(old: Any, new: Any) -> None:
+    """Raises if a container of one type has other static data in two states."""
+    before, after = (jax.tree.structure(x).node_data() for x in (old, new))
+    if before is None or after is None or before[0] is not after[0]:
+        return
+    if before[1] != after[1]:
+        name, was, becomes = _changed(old, new) or _differing(before[1], after[1])
+        raise ShardingError(
+            f"{step_name()} changes static data of its state: {name or 'a part'} of "
+            f"{type(old).__name__} from {_short(was)} to {_short(becomes)}.\n{called()}"
+            "It is no array, and what is compiled has the old one. Keep what changes "
+            "in an array, of a module in nnx.Variable(jnp.array(0)), or leave it."
+        )
+    for key, child in (children(old) or {}).items():
+        _check_static(child, (children(new) or {}).get(key))
+
+
+def _changed(old: Any, new: Any) -> tuple[str, Any, Any] | None:
+    """The attribute of an object that another one has not, or has with another value,
+    which is no array."""
+    both = _attributes(old), _attributes(new)
+    for name in both[1]:
+        x, y = (attributes.get(name) for attributes in both)
+        is_static = not jax.tree.leaves((x, y)) or isinstance(y, str | bool | int)
+        if is_static and not name.startswith("_") and x != y:
+            return _differing(x, y, name)
+    return None
+
+
+def _differing(old: Any, new: Any, name: str = "") -> tuple[str, Any, Any]:
+    """Where two pieces of static data differ: in which of `(name, value)`."""
+    if isinstance(old, tuple | list) and isinstance(new, tuple | list):
+        if new and isinstance(new[0], str):
+            name = new[0]
+        pairs = [(x, y) for x, y in zip(old, new, strict=False) if x != y]
+        if len(old) != len(new):
+            pairs = [((), x) for x in new if x not in old]
+    else:
+        mine, others = map(_attributes, (old, new))
+        pairs = [(mine[k], others.get(k)) for k in mine if mine[k] != others.get(k)]
+    if pairs:
+        return _differing(*pairs[-1], name)
+    return name, None if old == () else old, new
+
+
+def _attributes(x: Any) -> dict[str, Any]:
+    if dataclasses.is_dataclass(x):
+        return {f.name: getattr(x, f.name, None) for f in dataclasses.fields(x)}
+    return getattr(x, "__dict__", {})
+
+
+def _short(x: Any) -> str:
+    text = repr(x)
+    return f"{text[:SHOWN_STATIC]}{'...' * (len(text) > SHOWN_STATIC)}"
 
 
 def _weakly(old: Any, new: Any) -> str:

@@ -229,7 +229,6 @@ def test_a_batch_that_does_not_split_is_one_message(file) -> None:
     Path(file).write_text(MODULE.replace("(64, 256)", "(63, 256)"))
     message = refused("plan", f"{file}:planned")
     assert message.startswith("error: batch") and "63" in message
-    assert f" was called at {file}:planned, by the command line\n" in message
 
 
 def test_help_and_unknown_commands(capsys) -> None:

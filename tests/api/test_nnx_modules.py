@@ -217,3 +217,43 @@ def test_a_module_inside_another_argument_is_refused() -> None:
     sharded = shardfn.fully_shard(step, MESH, min_size=0)
     with pytest.raises(shardfn.ShardingError, match="another argument holds 'Optim"):
         sharded(model, {"optimizer": optimizer}, jnp.ones((8, 16)))
+
+
+class Counted(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(6, 8, rngs=rngs)
+        self.calls = 0
+
+
+def in_place(net, x):
+    net.calls += 1
+    net.linear.kernel[...] *= 2
+    return jnp.sum(net.linear(x))
+
+
+def returned(net, x):
+    net.calls += 1
+    return net, jnp.sum(net.linear(x))
+
+
+def named(net, x):
+    net.kind = "trained"
+    net.linear.kernel[...] *= 2
+    return jnp.sum(net.linear(x))
+
+
+@pytest.mark.parametrize(
+    "step, change",
+    [
+        (in_place, "calls of Variables from 0 to 1."),
+        (returned, "calls of Counted from 0 to 1."),
+        (named, "kind of Variables from None to Static(value='trained')."),
+    ],
+)
+def test_static_data_that_changes_is_named(step, change: str) -> None:
+    """The message named no leaf, and spoke of other containers."""
+    with pytest.raises(shardfn.ShardingError) as error:
+        shardfn.fully_shard(step, MESH)(Counted(nnx.Rngs(0)), X)
+    lines = str(error.value).splitlines()
+    assert lines[0] == f"{step.__name__} changes static data of its state: {change}"
+    assert lines[2].startswith("It is no array, and what is compiled has the old one.")
