@@ -37,7 +37,7 @@ def main(flags: Flags) -> None:
     machine.start(alone)
     mesh = jax.make_mesh((jax.device_count(),), ("data",))
     step = shardfn.fully_shard(train_step, mesh)
-    run, like = Path(flags.run_dir), machine.abstract_state(config)
+    run, like = Path(flags.run_dir), {"params": machine.abstract_state(config).params}
     number, state = read_last(run, step, like)
     choices = {"config": to_json(config)}
     try:

@@ -180,13 +180,14 @@ def fingerprint(text: Packed) -> int:
 
 
 def read_last(run: Path, step: shardfn.ShardedStep, like: Any) -> tuple[int, Any]:
-    """Returns the number of a run's last checkpoint, and its state."""
+    """Returns the number of a run's last checkpoint, and what `like` has of its
+    state."""
     folder = (run / "checkpoints").absolute()
     if not (numbers := complete(folder) if folder.is_dir() else []):
         raise SaveError(f"--run-dir {run}: the run has saved no checkpoint.")
     try:
         with Checkpoints(folder, step) as checkpoints:
-            return numbers[-1], checkpoints.restore(like, numbers[-1])
+            return numbers[-1], checkpoints.restore(like, numbers[-1], partial=True)
     except Exception as error:  # a file of it may be cut off or missing
         raise SaveError(
             f"checkpoint {numbers[-1]} in {folder} cannot be read: {shorten(error)}"

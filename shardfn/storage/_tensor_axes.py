@@ -4,6 +4,7 @@ In: that notation, the shapes of both, and a box of the leaf. Out: boxes of the 
 and where in the box of the leaf their values belong.
 """
 
+import functools
 import itertools
 import math
 import re
@@ -40,22 +41,24 @@ class Rearrangement:
     def in_leaf(self) -> tuple[str, ...]:
         return tuple(itertools.chain.from_iterable(self.leaf))
 
-    def sizes(self, tensor: Shape, leaf: Shape) -> dict[str, int] | None:
-        """The size of every axis; None if the shapes do not fit, or do not say it."""
-        if (len(tensor), len(leaf)) != (len(self.tensor), len(self.leaf)):
-            return None
-        known: dict[str, int] = {}
-        dims = list(zip((*self.tensor, *self.leaf), (*tensor, *leaf), strict=True))
-        for _ in self.in_tensor:  # each round finds one more, or none
-            for axes, size in dims:
-                unknown = [axis for axis in axes if axis not in known]
-                rest = math.prod(known[axis] for axis in axes if axis in known)
-                if len(unknown) == 1 and rest and size % rest == 0:
-                    known[unknown[0]] = size // rest
-        if len(known) < len(self.in_tensor):
-            return None
-        fits = all(math.prod(known[a] for a in axes) == size for axes, size in dims)
-        return known if fits else None
+
+@functools.lru_cache(maxsize=1024)
+def sizes_of(how: Rearrangement, tensor: Shape, leaf: Shape) -> dict[str, int] | None:
+    """The size of every axis; None if the shapes do not fit, or do not say it."""
+    if (len(tensor), len(leaf)) != (len(how.tensor), len(how.leaf)):
+        return None
+    known: dict[str, int] = {}
+    dims = list(zip((*how.tensor, *how.leaf), (*tensor, *leaf), strict=True))
+    for _ in how.in_tensor:  # each round finds one more, or none
+        for axes, size in dims:
+            unknown = [axis for axis in axes if axis not in known]
+            rest = math.prod(known[axis] for axis in axes if axis in known)
+            if len(unknown) == 1 and rest and size % rest == 0:
+                known[unknown[0]] = size // rest
+    if len(known) < len(how.in_tensor):
+        return None
+    fits = all(math.prod(known[a] for a in axes) == size for axes, size in dims)
+    return known if fits else None
 
 
 def _text(groups: Groups) -> str:
@@ -63,6 +66,7 @@ def _text(groups: Groups) -> str:
     return " ".join(f"({name})" if " " in name else name for name in names)
 
 
+@functools.cache  # there is a tensor for each layer and expert
 def parse(text: str) -> Rearrangement | None:
     """Reads the notation; None if it is none, or if the axes of its sides differ."""
     sides = text.split("->")

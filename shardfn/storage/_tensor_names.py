@@ -18,7 +18,12 @@ from shardfn._core.errors import call_site
 from shardfn._core.leaves import Leaf, leaf_name
 from shardfn.storage._boxes import Shape
 from shardfn.storage._key_words import words_of
-from shardfn.storage._tensor_axes import Rearrangement, parse, unchanged
+from shardfn.storage._tensor_axes import (
+    Rearrangement,
+    parse,
+    sizes_of,
+    unchanged,
+)
 from shardfn.storage._tensor_files import READ, LoadError, Tensor
 
 Target = str | tuple[str, str]
@@ -53,18 +58,19 @@ class Wiring:
     """What a state's leaves are made of, and what does not fit.
 
     Attributes:
-      sources: by the leaf's name.
+      sources: by the leaf's name and an index of its first dimensions, of which all
+        indices of a leaf have as many.
       problems: lines for a message.
       unfit: leaves that are in one of these.
     """
 
-    sources: dict[str, list[Source]] = field(default_factory=dict)
+    sources: dict[str, dict[Shape, Source]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     unfit: set[str] = field(default_factory=set)
 
     def of(self, leaf: Leaf) -> list[Source]:
         """The tensors of a leaf; none if no tensor is for it."""
-        return self.sources.get(leaf_name(leaf.path), [])
+        return list(self.sources.get(leaf_name(leaf.path), {}).values())
 
 
 def wiring(
@@ -101,7 +107,7 @@ def wiring(
         for target in found:
             _add(out, tensor, by_name, *target)
     for name, leaf in by_name.items():
-        sources = out.sources.get(name, [])
+        sources = out.sources.get(name, {})
         allowed = not sources and any(matches(name, p) for p in allow_missing)
         if name not in out.unfit and not allowed:
             out.problems += _incomplete(name, leaf, sources)
@@ -203,18 +209,21 @@ def _add(
     shape = whole[len(at) :]
     what = f"{place} {dtype.name}{_sizes_text(shape)}"
     chosen = how or unchanged(len(shape))
-    sizes = chosen.sizes(tensor.shape, shape)
-    others = out.sources.setdefault(name, [])
-    twice = next((x for x in others if _overlap(x.at, at)), None)
+    sizes = sizes_of(chosen, tensor.shape, shape)
+    others = out.sources.setdefault(name, {})
+    first = next(iter(others.values()), None)
     if len(at) > len(whole) or any(i >= n for i, n in zip(at, whole, strict=False)):
         problem = f"no such index: {place} of {_sizes_text(whole)}, for {tensor}"
     elif sizes is None or not _converts(tensor, dtype):
         by = f" by '{how}'" if how else ""
         problem = f"different: {tensor} cannot become {what}{by}"
-    elif twice:
-        problem = f"twice: {what}, for {twice.tensor} and {tensor}"
+    elif first and len(first.at) != len(at):
+        other = f"'{name}'{list(first.at) or ''}"
+        problem = f"another index: {place} for {tensor}, and {other} for {first.tensor}"
+    elif at in others:
+        problem = f"twice: {what}, for {others[at].tensor} and {tensor}"
     else:
-        others.append(Source(tensor, at, chosen, sizes))
+        others[at] = Source(tensor, at, chosen, sizes)
         return
     out.unfit.add(name)
     out.problems.append(problem)
@@ -244,11 +253,9 @@ def _converts(tensor: Tensor, dtype: jnp.dtype) -> bool:
     return tensor.dtype == dtype or all(jnp.issubdtype(d, jnp.floating) for d in both)
 
 
-def _overlap(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    return all(a == b for a, b in zip(one, other, strict=False))
-
-
-def _incomplete(name: str, leaf: Leaf, sources: Sequence[Source]) -> Iterator[str]:
+def _incomplete(
+    name: str, leaf: Leaf, sources: Mapping[Shape, Source]
+) -> Iterator[str]:
     """Lines for the indices of a leaf that no tensor is for."""
     shape, dtype = stored_values(leaf)
     what = f"{dtype.name}{_sizes_text(shape)}"
@@ -256,9 +263,9 @@ def _incomplete(name: str, leaf: Leaf, sources: Sequence[Source]) -> Iterator[st
         if 0 not in shape:
             yield f"missing: '{name}' {what}"
         return
-    depth = max(len(source.at) for source in sources)
+    depth = len(next(iter(sources)))
     for at in itertools.product(*map(range, shape[:depth])):
-        if not any(_overlap(source.at, at) for source in sources):
+        if at not in sources:
             yield f"missing: '{name}'{list(at)} of {what}"
 
 

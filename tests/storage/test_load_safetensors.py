@@ -234,6 +234,16 @@ ROWS = {"up.0": values(3), "up.1": values(3)}
             ["twice: 'w' float32[3], for 'up.0' float32[3] in FILE and 'up.1' float32"],
         ),
         (
+            ROWS | {"all": values(2, 3)},
+            {"up": (2, 3)},
+            {"all": "up"} | UP,
+            [
+                f"another index: 'up'[{i}] for 'up.{i}' float32[3] in FILE, and 'up' "
+                "for 'all' float32[2,3] in FILE"
+                for i in range(2)
+            ],
+        ),
+        (
             {"w": values(3)},
             {"w": (3,)},
             {"w": ["w", "v"]},
@@ -279,6 +289,13 @@ def test_names_that_cannot_be_read(names, reason, tmp_path) -> None:
     assert first.startswith(f"names= {reason}")
     assert where.startswith("  load_safetensors was called at test_load_safetensors.py")
     assert advice.startswith(r"Pass a mapping such as {r'layers\.(\d+)")
+
+
+def test_two_leaves_of_one_path(tmp_path) -> None:
+    write_safetensors(tmp_path / "a", {"w": values(3)})
+    state = {"a/b": values(3), "a": {"b": values(3)}}
+    with pytest.raises(LoadError, match="\n    two leaves: 'a/b'\n"):
+        load_safetensors(tmp_path / "a", state, names={"w": "a/b"})
 
 
 def test_a_pattern_that_matches_no_leaf(folder) -> None:
@@ -375,7 +392,7 @@ def test_boxes_are_read_with_the_blocks_around_them(tmp_path, monkeypatch) -> No
 )
 def test_sizes_of_axes(text, tensor, leaf, sizes) -> None:
     how = _tensor_axes.parse(text)
-    assert how is not None and how.sizes(tensor, leaf) == sizes
+    assert how is not None and _tensor_axes.sizes_of(how, tensor, leaf) == sizes
 
 
 @pytest.mark.parametrize("text", ["a b", "a -> b", "a a -> a", "(a -> a", "a ->-> a"])
