@@ -34,7 +34,7 @@ SCALARS = (bool, int, float, complex)
 
 def types_of(batch: Sequence[Any]) -> tuple[Any, ...] | None:
     """The types that JAX takes the leaves of a batch for, or None if one has none that
-    can be told at once."""
+    is known at once."""
     found: list[Any] = []
     for x in batch:
         if type(x) in compat.CONCRETE_ARRAYS:

@@ -41,7 +41,7 @@ CONVENTION = (
 
 
 class CommandError(Exception):
-    """A command that cannot be run; its text is what the user is told."""
+    """A command that cannot be run; its text is what the user reads."""
 
 
 @dataclass(frozen=True)
@@ -128,9 +128,9 @@ def compiled_report(command: PlanCommand, step: Any, args: tuple[Any, ...]) -> R
     if not isinstance(step, ShardedStep):
         options = given_options(command)
         step = sharded_on(command.target, step, command.mesh_shape, options)
-    with progress() as tell:
+    with progress() as show_stage:
         return step.on(
-            command.target, *args, mesh_shape=command.mesh_shape, progress=tell
+            command.target, *args, mesh_shape=command.mesh_shape, progress=show_stage
         )
 
 
@@ -244,11 +244,11 @@ def progress() -> Iterator[Any]:
     with Progress(*columns, console=console) as shown:
         last: list[Any] = []
 
-        def tell(stage: str) -> None:
+        def show_stage(stage: str) -> None:
             for task in last:
                 shown.update(task, total=1, completed=1)
             last[:] = [shown.add_task(stage, total=None)]
 
-        yield tell
+        yield show_stage
         for task in last:
             shown.update(task, total=1, completed=1)

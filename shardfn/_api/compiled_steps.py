@@ -63,7 +63,7 @@ class Programs:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What the compiler is told."""
+        """The compiler's options."""
         devices = self.storage.given.devices.flat
         return compiler_options(tuple(devices), self.asked)
 

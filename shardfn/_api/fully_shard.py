@@ -127,7 +127,7 @@ def fully_shard(
         or warn, if it moves something else (see `Plan.verify`). Takes the time to read
         the compiled program, and nothing per step. Not where the step is called under
         another transform, whose program it is then a part of.
-      compiler_options: what XLA is told besides, a mapping from names of its options to
+      compiler_options: of XLA, in place of its defaults, a mapping from names to
         values, as in `jax.jit`. On GPUs and TPUs some are set that make transfers run
         beside matmuls, if the installed compiler knows them; `step.compiler_options`
         shows which. One that is named here, in XLA_FLAGS or in LIBTPU_INIT_ARGS is the

@@ -64,7 +64,7 @@ def local_call(
 
     Raises:
       ShardingError: a state is not one that the step was given, or may be several; or
-        it cannot be told which arguments are state.
+        it is ambiguous which arguments are state.
     """
     search = _Search(plain, tuple(by_position(plain.step, args, named)), states, axes)
     if plain.state_argnums is not None:

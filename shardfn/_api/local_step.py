@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 from shardfn._api.given_states import Given, GivenStates, Stored
 from shardfn._api.init_function import checked_init
 from shardfn._api.local_arguments import check_split, local_call, unknown_state
-from shardfn._api.methods import Kept, Method, binds, bound_to
+from shardfn._api.methods import Known, Method, binds, bound_to
 from shardfn._api.plain_step import PlainStep
 from shardfn._api.planner import plan_init
 from shardfn._core import compat
@@ -65,7 +65,7 @@ class LocalStep(Generic[P, R]):
     options: Mapping[str, Any]
     _given: GivenStates = field(default_factory=GivenStates)
     _found: dict[Any, StateArguments] = field(default_factory=dict)
-    _bound: Kept = field(default_factory=dict, repr=False)
+    _bound: Known = field(default_factory=dict, repr=False)
     _owner: Any = None
 
     @overload

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from shardfn._core.errors import ShardingError, call_site
 
 Bound = TypeVar("Bound")
-Kept = dict[int, tuple[weakref.ref[Any], Any]]
+Known = dict[int, tuple[weakref.ref[Any], Any]]
 """Per `id` of an object, the object and the step that is bound to it."""
 
 
@@ -38,14 +38,14 @@ def binds(function: Any) -> bool:
 
 
 def bound_to(
-    owner: Any, function: Any, kept: Kept, make: Callable[[Method], Bound]
+    owner: Any, function: Any, known: Known, make: Callable[[Method], Bound]
 ) -> Bound:
     """The step of one object, made once.
 
     Args:
       owner: the object.
       function: the plain step of its class.
-      kept: what was made before.
+      known: what was made before.
       make: makes the step of a bound plain step.
 
     Returns:
@@ -55,11 +55,11 @@ def bound_to(
       ShardingError: the object's class has `__slots__` without `__weakref__`.
     """
     key = id(owner)
-    known = kept.get(key)
-    if known is not None and known[0]() is owner:
-        return known[1]
+    found = known.get(key)
+    if found is not None and found[0]() is owner:
+        return found[1]
     try:
-        alive = weakref.ref(owner, lambda _: kept.pop(key, None))
+        alive = weakref.ref(owner, lambda _: known.pop(key, None))
     except TypeError:
         name = getattr(function, "__name__", "step")
         raise ShardingError(
@@ -70,5 +70,5 @@ def bound_to(
             "the method reads."
         ) from None
     made = make(Method(function, owner))
-    kept[key] = alive, made
+    known[key] = alive, made
     return made

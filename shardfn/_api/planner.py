@@ -92,7 +92,7 @@ def plan_traced(
 
     inputs, others = (*stored, *batch), len(traced.order) - len(stored)
     required: list[Sharding | None] = [*stored, *[None] * others]
-    for j, i in traced.kept:
+    for j, i in traced.caches:
         required[j] = inputs[i]
     autos = [leaf.auto or () for leaf in state]
     program, body = plan_jaxpr(

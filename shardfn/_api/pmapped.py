@@ -2,7 +2,7 @@
 
 In: a step, perhaps so wrapped, and the mesh axes of `fully_shard`. Out: the step as the
 user wrote it, and how `in_axes` splits its batch; or an error that says what `pmap` was
-told that a sharded step cannot do.
+asked to do that a sharded step cannot.
 """
 
 from collections.abc import Sequence

@@ -16,7 +16,7 @@ from shardfn._api.aot import report_on
 from shardfn._api.call_arguments import by_position
 from shardfn._api.call_cache import Division, Kind, Ready, apart, types_of
 from shardfn._api.compiled_steps import Programs, caches_apart, given
-from shardfn._api.methods import Kept, Method, binds, bound_to
+from shardfn._api.methods import Known, Method, binds, bound_to
 from shardfn._api.nnx_modules import Call, call_of, has_modules
 from shardfn._api.planner import describe
 from shardfn._api.state_methods import StateMethods, is_traced
@@ -67,7 +67,7 @@ class ShardedStep(StateMethods, Generic[P, R]):
     _checked: Recent[Any, bool] = field(
         default_factory=lambda: Recent(BATCH_KINDS), repr=False
     )
-    _bound: Kept = field(default_factory=dict, repr=False)
+    _bound: Known = field(default_factory=dict, repr=False)
     _owner: Any = None
     _in_place: Recent[Any, "ShardedStep[..., Any] | None"] = field(
         default_factory=lambda: Recent(BATCH_KINDS), repr=False
@@ -117,7 +117,7 @@ class ShardedStep(StateMethods, Generic[P, R]):
 
     @property
     def compiler_options(self) -> dict[str, Any]:
-        """What the compiler is told, by `fully_shard` and by the user there: names and
+        """Compiler options, set by `fully_shard` and by the user there: names and
         values of XLA's options. Empty on CPUs, unless the user names some."""
         return self.programs.options
 
@@ -399,7 +399,7 @@ class ShardedStep(StateMethods, Generic[P, R]):
 
     def _key(self, division: Division, batch: Sequence[Any]) -> Any:
         """What calls of one structure have in common that run the same compiled step,
-        but the types of the state; None if that cannot be told at once."""
+        but the types of the state; None if that is not known at once."""
         types = None if compat.is_tracing() else types_of(batch)
         if types is None:
             return None

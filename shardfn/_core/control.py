@@ -219,7 +219,7 @@ def _of(control: Control, leaf: str) -> LeafControl:
 
 def advice(pattern: str, names: Sequence[str]) -> str:
     """Advice for a pattern that matches none of `names`: what was meant, if it can be
-    told."""
+    known."""
     inner = {n.rsplit("/", i)[0] for n in names for i in range(1, n.count("/") + 1)}
     subtrees = [f"{name}/*" for name in sorted(inner)] if "*" in pattern else inner
     ends = [

@@ -13,7 +13,7 @@ PADDING_SHARE = 0.01
 """The most that padding may add to a leaf along the dimension that is split, as a part
 of it; a leaf of which it would be more is stored flattened."""
 
-FEATURES = 128
+FEATURE_ELEMENTS = 128
 """Elements from which on a dimension is taken for one of features, of which the first
 is split; one of fewer may count layers or heads."""
 
@@ -124,7 +124,7 @@ LEAVES_WRITTEN = 32
 """Leaves that are written at the same time."""
 
 FAILURE_SECONDS = 0.1
-"""Between two looks at what of a write has failed."""
+"""Between two checks of what of a write has failed."""
 
 # How compiled programs are read
 

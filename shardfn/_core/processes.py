@@ -64,7 +64,7 @@ def own_directory() -> dict[str, Any]:
 
 
 def checkpointing(group: Sequence[int] | None = None) -> tuple[int, ...]:
-    """The processes that write checkpoints together, as Orbax has to be told; none if
+    """The processes that write checkpoints together, as Orbax has to know them; none if
     there is one only, or if they cannot wait for each other on their hosts.
 
     Args:
@@ -215,7 +215,7 @@ def _differing_process(
         _set(client, place, found)
         if (
             found["process"] is None
-        ):  # all have come here, and read what was told before
+        ):  # all have come here, and read what was said before
             _clear(client, place)
     process = found["process"]
     if "reason" in found:
@@ -252,7 +252,7 @@ def _found(
 
 
 def _clear(client: Any, place: str) -> None:
-    """Deletes what was told in all meetings before this one."""
+    """Deletes what was said in all meetings before this one."""
     group, _, number = place.rpartition("/")
     for before in range(_cleared[group] + 1, int(number)):
         client.key_value_delete(f"{group}/{before}")
@@ -272,7 +272,7 @@ def _set(client: Any, place: str, report: dict[str, Any]) -> None:
 
 
 def _get(client: Any, key: str, other: int, done: str, times: int = 1) -> str:
-    """What another process has told; it may itself wait for one that comes late, so
+    """What another process has said; it may itself wait for one that comes late, so
     that the first of them is waited for two `times` as long."""
     try:
         return client.blocking_key_value_get(key, times * PROCESS_SECONDS * 1000)

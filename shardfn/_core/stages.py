@@ -9,7 +9,7 @@ from shardfn._core.plan import BodyPlan
 from shardfn._core.program import Program
 
 Observer = Callable[[str, Program, BodyPlan], None]
-"""Is told the name of each stage, and what it made."""
+"""Takes the name of each stage, and what it made."""
 
 
 def unobserved(stage: str, program: Program, body: BodyPlan) -> None:

@@ -218,8 +218,8 @@ class _Run:
         ]
         if step.after is not None:
             operands[0] = self.waiting(operands[0], step.after)
-        again = compat.is_repeated(node.eqn)
-        phase = phase_name(REPEATED if again else node.during.phase)
+        repeated = compat.is_repeated(node.eqn)
+        phase = phase_name(REPEATED if repeated else node.during.phase)
         with compat.as_user_code(node.eqn), jax.named_scope(phase):
             if node.kind == "op":
                 results = self.op(step, node, operands)

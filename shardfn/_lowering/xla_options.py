@@ -1,4 +1,4 @@
-"""What the compiler of a platform is told, so that transfers run beside matmuls.
+"""Compiler options of a platform, with which transfers overlap with matmuls.
 
 In: a device, and what the user asked for or set elsewhere.
 Out: options for `jax.jit(compiler_options=)` that this compiler knows.

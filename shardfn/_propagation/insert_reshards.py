@@ -33,7 +33,7 @@ def plan_steps(
       program: the program.
       inputs: shardings of its arguments.
       decisions: one per node.
-      env: sharding of every value, as settled.
+      env: sharding of every value, as propagated.
       outputs: shardings to return.
       axes: the mesh axes.
 

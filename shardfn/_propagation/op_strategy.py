@@ -1,6 +1,6 @@
 """How one equation is sharded: which factor each mesh axis splits.
 
-In: the equation's rule, how its operands are sharded now, what its consumers want.
+In: the equation's rule, how its operands are sharded now, what its consumers prefer.
 Out: a `Decision`: the shardings it needs its operands in and makes its results in.
 
 One factor per equation and mesh axis; factors of the batch beat factors of the stored
@@ -56,7 +56,7 @@ class Decision:
       results: the same after unreduced results that must not stay so are reduced.
       parts: `(factor, mesh axis index)` for every factor that is split.
       bodies: plans of the bodies of control flow.
-      preferences: what control flow wants its operands in; empty for an op.
+      preferences: what control flow prefers its operands in; empty for an op.
       fallback: whether operands are gathered because there is no rule.
       notes: the thresholds that decided, for people; two decisions that differ in
         nothing else are equal.
@@ -179,7 +179,7 @@ class OpSite:
     def preferred(
         self, axis: int, can_part: Callable[[str, bool], bool]
     ) -> tuple[dict[str, bool], bool]:
-        """Factors that consumers want split, and whether none wants a result whole."""
+        """Factors that consumers prefer split; whether none prefers a result whole."""
         factors: dict[str, bool] = {}
         open_to_split = True
         for dims, preferences in zip(self.rule.results, self.preferences, strict=True):

@@ -37,7 +37,7 @@ class _Gather:
     group: int
 
     @property
-    def kept(self) -> str:
+    def reason(self) -> str:
         """What is done with it, for people."""
         if self.group:
             return f"reshard_after_forward={self.group} keeps a part of it"
@@ -60,7 +60,7 @@ class _Gather:
         )
 
 
-def keep(program: Program, body: BodyPlan, control: Control) -> BodyPlan:
+def keep_gathered(program: Program, body: BodyPlan, control: Control) -> BodyPlan:
     """Replaces gathers of the backward pass by those of the forward pass.
 
     Args:
@@ -85,7 +85,7 @@ def keep(program: Program, body: BodyPlan, control: Control) -> BodyPlan:
     for source, user in kept:
         if source.place not in versions or len(user.place) == 1:
             value = user.move.source.value if len(user.place) == 1 else None
-            note = Note("keep_gathered", source.kept, (), user.move.cause)
+            note = Note("keep_gathered", source.reason, (), user.move.cause)
             body, versions[source.place] = _export(program, body, source, note, value)
     for source, user in reversed(kept):
         body = _import(program, body, user, source, versions[source.place])

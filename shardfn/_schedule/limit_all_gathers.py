@@ -111,7 +111,7 @@ class _Order:
         """Notes what a step makes, and what of it is the newest activation."""
         depth = max((self.depth.get(ref, 0) for ref in reads(step)), default=0)
         if node.kind == "remat" and any(map(_gathers, step.bodies[0].steps)):
-            self.enter((step.node, "again"))
+            self.enter((step.node, "repeated"))
             step, depth = self.unit(step, node), len(self.starts)
         for value, sharding in zip(node.outputs, step.result_shardings, strict=True):
             ref = Ref(value)

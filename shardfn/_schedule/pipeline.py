@@ -17,7 +17,7 @@ from shardfn._schedule.backward_liveness import shorten_lifetimes
 from shardfn._schedule.bodies import inside
 from shardfn._schedule.bucket import bucket
 from shardfn._schedule.chain_reduce_scatters import pace
-from shardfn._schedule.keep_gathered import keep
+from shardfn._schedule.keep_gathered import keep_gathered
 from shardfn._schedule.limit_all_gathers import order
 from shardfn._schedule.loop_invariants import hoist
 from shardfn._schedule.prefetch import prefetch
@@ -90,7 +90,7 @@ def _gathers(
             steps.append(step)
     body = replace(body, steps=tuple(steps))
     if mixes_passes(program):
-        body = keep(program, body, control)
+        body = keep_gathered(program, body, control)
     return share(program, body, control, unit)
 
 

@@ -141,28 +141,28 @@ class _Sharing:
             return True, None
         between, own = self.gathered - made.last, math.prod(step.shape) * step.itemsize
 
-        def kept(text: str, *sizes: float) -> _Verdict:
+        def shared(text: str, *sizes: float) -> _Verdict:
             return True, Note("share_gathers", text, sizes, step.cause)
 
-        def again(text: str, *sizes: float) -> _Verdict:
+        def repeated(text: str, *sizes: float) -> _Verdict:
             return False, Note("share_gathers", f"gathered again: {text}", sizes)
 
         if self.unit:
-            return kept("one gather serves its layer and pass")
+            return shared("one gather serves its layer and pass")
         if asked is False:
-            return kept("reshard_after_forward=False keeps it")
+            return shared("reshard_after_forward=False keeps it")
         if asked is True and step.during != made.during:
-            return again("reshard_after_forward=True")
+            return repeated("reshard_after_forward=True")
         if between <= own:
-            return kept(NEAR, between, own)
+            return shared(NEAR, between, own)
         if asked is True or step.during != made.during:
-            return again(FAR, between, own)
+            return repeated(FAR, between, own)
         total = self.kept_bytes + own
         if total > KEPT_SHARE * between:
             text = f"{FAR}; to keep {{}} would be more than {FEW}"
-            return again(text, between, own, total)
+            return repeated(text, between, own, total)
         self.kept_bytes = total
-        return kept(f"{{}} that are kept are at most {FEW}, {{}}", total, between)
+        return shared(f"{{}} that are kept are at most {FEW}, {{}}", total, between)
 
     def note(self, index: int, why: Note | None) -> None:
         """Says of a move that another one is left out for it."""

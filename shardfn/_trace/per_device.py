@@ -249,14 +249,14 @@ def _check_states(
     names = [keystr(path, simple=True, separator="/") or "state" for path, _ in flat]
     differing = [
         name
-        for name, (_, over), kept in zip(names, flat, is_own, strict=True)
-        if any(over) and not kept
+        for name, (_, over), owned in zip(names, flat, is_own, strict=True)
+        if any(over) and not owned
     ]
     if differing:
         _refuse_differing(differing, names)
     leaves, treedef = jax.tree.flatten(mapped, is_leaf=_is_levels)
-    for i, kept in zip(_leaves_at(mapped, states), is_own, strict=True):
-        leaves[i] = (True,) * levels if kept else leaves[i]
+    for i, owned in zip(_leaves_at(mapped, states), is_own, strict=True):
+        leaves[i] = (True,) * levels if owned else leaves[i]
     return jax.tree.unflatten(treedef, leaves)
 
 

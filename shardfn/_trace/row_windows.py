@@ -182,14 +182,14 @@ class Windows:
         """An operand that is no piece of the batch: a broadcast is made larger."""
         found = self.spread.get(atom) if isinstance(atom, int) else None
         dim, aval = site.operand_dims[i], site.eqn.invars[i].aval
-        if found is None or dim in _kept(found[0]):
+        if found is None or dim in _kept_dims(found[0]):
             return Given((atom,), (compat.abstract(aval),), i)
         eqn, operands = found
         avals = tuple(compat.abstract(v.aval) for v in eqn.invars)
         return Given(operands, avals, i, broadcast=eqn)
 
 
-def _kept(eqn: JaxprEqn) -> set[int]:
+def _kept_dims(eqn: JaxprEqn) -> set[int]:
     """The dimensions of a broadcast that its operand has as they are."""
     shape, dims = shaped(eqn.invars[0]).shape, eqn.params["broadcast_dimensions"]
     return {d for n, d in zip(shape, dims, strict=True) if n != 1}

@@ -58,7 +58,7 @@ def find_state(
       The state, and where it comes back.
 
     Raises:
-      ShardingError: it cannot be told; or only gradients come back.
+      ShardingError: it is ambiguous; or only gradients come back.
     """
     places = parts(out)
     alike = {

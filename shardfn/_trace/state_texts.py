@@ -1,4 +1,4 @@
-"""What people are told of a step's arguments: notes, and errors.
+"""What people read of a step's arguments: notes, and errors.
 
 In: what was found of them, and how they are called. Out: lines for `repr(step)`, the
 plan and messages; or an error that shows what might be meant.

@@ -51,7 +51,7 @@ class Traced:
       order: for each output, which leaf of that it is; None for a leaf of the state
         that is read only, and stays as it is.
       meaning: what the step's arguments are.
-      kept: `(output, input)` for every leaf of a cache, which stays split as it is.
+      caches: `(output, input)` for every leaf of a cache, which stays split as it is.
       program: the jaxpr as a program, if that was made to find the state.
     """
 
@@ -60,7 +60,7 @@ class Traced:
     given: tuple[int, ...]
     order: tuple[int | None, ...]
     meaning: StateArguments
-    kept: tuple[tuple[int, int], ...] = ()
+    caches: tuple[tuple[int, int], ...] = ()
     program: Program | None = None
 
     def returned(self, out: Sequence[Any]) -> Any:
@@ -206,16 +206,16 @@ def trace(
     new = new_leaves(out_tree, meaning)
     rest = sorted({*range(out_tree.num_leaves)} - {*new})
     order = (*new, *[None] * (len(leaves) - len(new)), *rest)
-    kept = _kept_leaves(states, batch, out_tree, order)
+    caches = _cache_leaves(states, batch, out_tree, order)
     return Traced(
-        known.jaxpr, out_tree, tuple(given), order, batch.meaning, kept, known.made
+        known.jaxpr, out_tree, tuple(given), order, batch.meaning, caches, known.made
     )
 
 
-def _kept_leaves(
+def _cache_leaves(
     states: Sequence[Any], batch: Rest, out_tree: Any, order: Sequence[int | None]
 ) -> tuple[tuple[int, int], ...]:
-    """`Traced.kept`."""
+    """`Traced.caches`."""
     if not batch.meaning.caches:
         return ()
     leaves, treedef = jax.tree.flatten((states, batch))

@@ -20,7 +20,7 @@ from shardfn._core.sharding import Axes, Split, Unreduced
 from shardfn.analysis._text import shape_text, size_text
 from shardfn.analysis.collective import Collective
 
-SO = {
+CONSEQUENCES = {
     "all_gather": "so it is gathered",
     "psum_scatter": "so its terms are reduce-scattered",
     "all_reduce": "so its terms are all-reduced",
@@ -130,7 +130,7 @@ class Why:
     def returned(self) -> str:
         assert self.step.cause is not None and self.step.cause.side == OUTPUT
         what = f"the result {self.step.cause.index} is returned {self.goal}"
-        return f"propagate: {what}, {SO[self.move.op]}"
+        return f"propagate: {what}, {CONSEQUENCES[self.move.op]}"
 
     def without_rule(self, cause: Cause) -> str:
         """A control-flow node, or an op that has no rule."""
@@ -138,16 +138,16 @@ class Why:
         node, primitive = cause.node, cause.node.eqn.primitive.name
         if node.kind == "op":
             why = f"{primitive} has no op sharding rule and runs on whole operands"
-            return f"{why}, {SO[self.move.op]}"
+            return f"{why}, {CONSEQUENCES[self.move.op]}"
         if cause.side == OPERAND:
-            return f"the {node.kind} takes it {self.goal}, {SO[self.move.op]}"
-        return f"the {node.kind} leaves it {self.start}, {SO[self.move.op]}"
+            return f"the {node.kind} takes it {self.goal}, {CONSEQUENCES[self.move.op]}"
+        return f"the {node.kind} leaves it {self.start}, {CONSEQUENCES[self.move.op]}"
 
     def taken(self, cause: Cause) -> str:
         """An operand of an op with a rule."""
         assert cause.node is not None and cause.node.rule is not None
         rule, factor = cause.node.rule, dict(_by_axis(cause)).get(self.move.axis)
-        so = SO[self.move.op]
+        so = CONSEQUENCES[self.move.op]
         if factor is None:
             if isinstance(self.move.goal, Unreduced):
                 return f"the other operands are terms of a sum over {self.axis}, {so}"
@@ -159,7 +159,10 @@ class Why:
 
     def made(self, cause: Cause) -> str:
         """A result of an op with a rule."""
-        factor, so = dict(_by_axis(cause)).get(self.move.axis), SO[self.move.op]
+        factor, so = (
+            dict(_by_axis(cause)).get(self.move.axis),
+            CONSEQUENCES[self.move.op],
+        )
         if not isinstance(self.move.state, Unreduced):
             return f"its consumers take it {self.goal}, {so}"
         if factor is None:

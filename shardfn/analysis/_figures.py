@@ -71,7 +71,7 @@ class Figures:
       memory: bytes on one device.
       flops: of matmuls on one device.
       timeline: the schedule played at the target's rates.
-      compiler_options: what the compiler was told besides.
+      compiler_options: options that the compiler was given.
     """
 
     step: str

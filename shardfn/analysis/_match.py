@@ -197,7 +197,7 @@ def _match_concatenated(needs: Sequence[_Need], supplies: Sequence[_Supply]) -> 
     """Explains sums of long arrays by lines whose sums they concatenate, also those of
     a loop that the compiler does once after it.
 
-    Which line went where cannot always be told, and need not be: sums of one kind that
+    Which line went where is not always known, and need not be: sums of one kind that
     hold as many elements as the lines that are left for them hold them all.
     """
     kinds: dict[tuple[object, ...], list[_Supply]] = {}

@@ -18,7 +18,7 @@ from shardfn._core.automatic_axes import AutoSplit
 from shardfn._core.control import NOTHING_ASKED, Control
 from shardfn._core.errors import ShardingError, called
 from shardfn._core.leaves import leaf_name
-from shardfn._core.limits import FEATURES, PADDING_SHARE, TPU_TILE
+from shardfn._core.limits import FEATURE_ELEMENTS, PADDING_SHARE, TPU_TILE
 from shardfn._core.sharding import Axes, Sharding, Split, flat, is_flat, on_axis
 from shardfn.storage._related_leaves import stacked_leaves
 
@@ -34,12 +34,12 @@ FILLING = (
     "(limits.TPU_TILE)"
 )
 FIRST = (
-    FILLING
-    + f"; of several that do it is the first of at least {FEATURES} (limits.FEATURES)"
+    FILLING + f"; of several that do it is the first of at least {FEATURE_ELEMENTS} "
+    "(limits.FEATURE_ELEMENTS)"
 )
 LARGEST = (
-    FILLING
-    + f"; of several that do, all below {FEATURES} (limits.FEATURES), it is the largest"
+    FILLING + f"; of several that do, all below {FEATURE_ELEMENTS} "
+    "(limits.FEATURE_ELEMENTS), it is the largest"
 )
 DIVISIBLE = "{} devices divide dimension {} of {}"
 PADDED = (
@@ -206,7 +206,7 @@ def _choose_dim(
 
     def preference(dim: int) -> tuple[bool, bool, bool, int]:
         fills = _fills_tiles(shape, dim, count)
-        first = fills and shape[dim] >= FEATURES
+        first = fills and shape[dim] >= FEATURE_ELEMENTS
         return not (stacked and dim == 0), fills, first, -dim if first else shape[dim]
 
     dims = [d for d in range(len(shape)) if shape[d] >= count and d not in taken]
@@ -216,7 +216,7 @@ def _choose_dim(
         rivals = [d for d in divisible if preference(d)[:2] == preference(best)[:2]]
         text = DIVISIBLE
         if _fills_tiles(shape, best, count):
-            text = FIRST if shape[best] >= FEATURES else LARGEST
+            text = FIRST if shape[best] >= FEATURE_ELEMENTS else LARGEST
             text = text if len(rivals) > 1 else FILLING
         return best, (text, (count, best, shape[best]))
     padded = [d for d in dims if waste(d) <= PADDING_SHARE and not (stacked and d == 0)]

@@ -218,7 +218,7 @@ def manager_options(
     numbers, several = processes.checkpointing(group), options.multiprocessing_options
     if not numbers or several.active_processes is not None:
         return options
-    if options.create:  # Orbax does not, for processes that it is told of
+    if options.create:  # Orbax does not, for processes that it is given
         if processes.index() == numbers[0]:
             directory.mkdir(parents=True, exist_ok=True)
         processes.meet("opened the directory of checkpoints", numbers)

@@ -204,7 +204,7 @@ class Storage(StoredLayout):
 def is_placed(x: Any, sharding: NamedSharding, is_scalar: bool) -> bool:
     """Whether a jitted step takes a leaf of the batch as it is: an array on the mesh,
     or a scalar or key not committed to devices, which costs less where it is, unless
-    JAX may move it to the others only where it is told to."""
+    JAX may move it to the others only where it is asked to."""
     if not isinstance(x, jax.Array):
         return is_scalar
     if x.sharding == sharding:

@@ -209,7 +209,7 @@ class Checkpoints:
             another one reads that file.
           CheckpointError: leaves are missing from the checkpoint, are in the checkpoint
             only, or have another shape or dtype; it lists them by path. Or another
-            process cannot read its part for want of memory, permission or network.
+            process cannot read its part for lack of memory, permission or network.
           Exception: what this process cannot read for such a reason.
         """
         at = "the latest checkpoint" if number is None else f"checkpoint {number}"

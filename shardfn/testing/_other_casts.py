@@ -25,8 +25,8 @@ CALLS = (
 def casting_otherwise(step: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """`step`, jitted, with other casts; itself if it makes no narrower ones.
 
-    Which way an element goes is told by the last bits of what is cast: it changes with
-    the rounding of the arguments, and asks for no random numbers.
+    Which way an element goes is decided by its last bits before the cast: it changes
+    with the rounding of the arguments, and asks for no random numbers.
     """
     closed, out = jax.make_jaxpr(step, return_shape=True)(*args)
     found: list[JaxprEqn] = []

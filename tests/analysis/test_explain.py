@@ -318,8 +318,11 @@ def test_rounds_that_went_on_are_said(monkeypatch) -> None:
         ((401, 5), r"401 is the least, and at most 1% \(limits\.PADDING_SHARE\)"),
         ((6, 40), r"4 devices divide dimension 1 of 40$"),
         ((4, 512), r"fill TPU tiles \(limits\.TPU_TILE\)$"),
-        ((512, 512), r"it is the first of at least 128 \(limits\.FEATURES\)$"),
-        ((32, 64, 8), r"all below 128 \(limits\.FEATURES\), it is the largest$"),
+        ((512, 512), r"it is the first of at least 128 \(limits\.FEATURE_ELEMENTS\)$"),
+        (
+            (32, 64, 8),
+            r"all below 128 \(limits\.FEATURE_ELEMENTS\), it is the largest$",
+        ),
     ],
 )
 def test_how_a_leaf_is_stored_is_said(shape, text) -> None:

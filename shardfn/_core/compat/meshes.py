@@ -17,7 +17,7 @@ from shardfn._core.compat.settings import at_top_level
 
 
 def mesh_lacking(error: ValueError, is_set: Any, given: Any) -> Any | None:
-    """The mesh with explicit axes for want of which an operation failed that names its
+    """The mesh with explicit axes without which an operation failed that names its
     axes; None if that is not why.
 
     Args:
