@@ -46,7 +46,7 @@ from shardfn._core.sharding import Axes, Sharding
 from shardfn._lowering.planned_program import Planned
 from shardfn._trace.state_arguments import find_state
 from shardfn._trace.trace_step import Trace, trace, trace_once
-from shardfn.storage._layout import partition
+from shardfn.storage._layout import layouts
 from shardfn.storage._leaves import batch_shardings, leaves_of
 
 Step = Callable[..., Any]
@@ -111,7 +111,8 @@ class PlainStep:
     def partition(self, leaves: Sequence[Leaf], axes: Axes) -> tuple[Sharding, ...]:
         """How the leaves of a state are stored."""
         paths, avals = [x.path for x in leaves], [x.aval for x in leaves]
-        return partition(paths, avals, axes, self.min_size, control=self.control)
+        found = layouts(paths, avals, axes, self.min_size, control=self.control)
+        return tuple(layout.sharding for layout in found)
 
     def divide(
         self,

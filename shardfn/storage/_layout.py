@@ -8,7 +8,7 @@ parameter.
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +25,13 @@ from shardfn.storage._related_leaves import stacked_leaves
 Why = tuple[str, tuple[Any, ...]]
 """A reason: text in which `{}` stands for each of the numbers that follow."""
 
-Layout = tuple[Sharding, tuple[Why, ...]]
-"""How a leaf is stored, and why."""
+
+class Layout(NamedTuple):
+    """How a leaf is stored, and why."""
+
+    sharding: Sharding
+    why: tuple[Why, ...]
+
 
 OWN: tuple[Why, ...] = (("per_device_state: each device keeps its own", ()),)
 FILLING = (
@@ -54,15 +59,15 @@ FLATTENED = (
 NO_SECOND = "it is not split over {} too: no other dimension divides by {}"
 
 
-def partition(
+def layouts(
     paths: Sequence[tuple[Any, ...]],
     leaves: Sequence[Any],
     axes: Axes,
     min_size: int,
     autos: Sequence[AutoSplit | None] | None = None,
     control: Control = NOTHING_ASKED,
-) -> tuple[Sharding, ...]:
-    """The stored sharding of every state leaf.
+) -> tuple[Layout, ...]:
+    """The stored sharding of every state leaf, and why.
 
     Args:
       paths: tree path of each leaf, as `jax.tree_util.tree_flatten_with_path` gives it.
@@ -73,28 +78,13 @@ def partition(
       control: over which mesh axes each leaf is split.
 
     Returns:
-      One sharding per leaf.
+      One layout per leaf.
     """
-    return tuple(
-        sharding
-        for sharding, _ in layouts(paths, leaves, axes, min_size, autos, control)
-    )
-
-
-def layouts(
-    paths: Sequence[tuple[Any, ...]],
-    leaves: Sequence[Any],
-    axes: Axes,
-    min_size: int,
-    autos: Sequence[AutoSplit | None] | None = None,
-    control: Control = NOTHING_ASKED,
-) -> tuple[Layout, ...]:
-    """The stored sharding of every state leaf, and why; arguments as of `partition`."""
     stacks = stacked_leaves(paths, [leaf.shape for leaf in leaves])
     names = list(map(leaf_name, paths))
     control.check(names)
     return tuple(
-        (_per_device(name, leaf, axes), OWN)
+        Layout(_per_device(name, leaf, axes), OWN)
         if control.of(name).per_device_state
         else _leaf_sharding(
             leaf, axes, min_size, stacked, auto or (), control.of(name).shard
@@ -161,7 +151,7 @@ def _leaf_sharding(
             continue
         sharding = on_axis(sharding, axis, Split(dim, stored=True))
         taken.add(dim)
-    return sharding, tuple(why)
+    return Layout(sharding, tuple(why))
 
 
 def _too_small(size: int, min_size: int, count: int) -> Why:

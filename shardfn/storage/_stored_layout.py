@@ -23,7 +23,7 @@ from shardfn._core.automatic_axes import (
 from shardfn._core.control import NOTHING_ASKED, Control
 from shardfn._core.leaves import Leaf
 from shardfn._core.sharding import Axes, Sharding, stored_shape
-from shardfn.storage._layout import partition
+from shardfn.storage._layout import layouts
 from shardfn.storage._leaves import abstract, leaves_of
 from shardfn.storage._mesh_context import current_mesh
 from shardfn.storage._padding import to_stored
@@ -90,7 +90,7 @@ class StoredLayout:
 
     def partition(self, leaves: Sequence[Leaf]) -> tuple[Sharding, ...]:
         """The stored sharding of every leaf."""
-        return partition(
+        found = layouts(
             [leaf.path for leaf in leaves],
             [leaf.aval for leaf in leaves],
             self.axes,
@@ -98,6 +98,7 @@ class StoredLayout:
             [leaf.auto for leaf in leaves],
             self.control,
         )
+        return tuple(layout.sharding for layout in found)
 
     def batch_leaves(self, batch: tuple[Any, ...]) -> tuple[list[Leaf], Any]:
         """The leaves of the arguments that are not state, and their structure."""

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shardfn._core.sharding import Axes, Split, flat, local_shape
-from shardfn.storage._layout import choose_dim, partition
+from shardfn.storage._layout import choose_dim, layouts
 from shardfn.storage._related_leaves import stacked_leaves, with_moments
 
 MIN_SIZE = 2**14
@@ -22,7 +22,7 @@ def split_dims(tree, count: int, min_size: int = 0, names=("data",)):
     """The stored dimension of every leaf, None if replicated, in the tree's shape."""
     axes = Axes(names, (2,) * (len(names) - 1) + (count,))
     found, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    out = partition(*zip(*found, strict=True), axes, min_size)
+    out = [x.sharding for x in layouts(*zip(*found, strict=True), axes, min_size)]
     dims = []
     for sharding in out:
         assert all(s is None for s in sharding[:-1]), "split over the last axis alone"
@@ -104,7 +104,7 @@ def test_stored_bytes_are_within_a_hundredth_of_a_fair_share(tree, count) -> Non
     axes = Axes(("data",), (count,))
     found, _ = jax.tree_util.tree_flatten_with_path(arrays(tree))
     paths, leaves = zip(*found, strict=True)
-    stored = partition(paths, leaves, axes, MIN_SIZE)
+    stored = [x.sharding for x in layouts(paths, leaves, axes, MIN_SIZE)]
     for leaf, sharding in zip(leaves, stored, strict=True):
         held = math.prod(local_shape(leaf.shape, sharding, axes))
         total = math.prod(leaf.shape)
