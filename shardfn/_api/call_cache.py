@@ -166,9 +166,18 @@ class Ready:
             last_states.add(known)
         return None if any([x.is_deleted() for x in found]) else (found, known)
 
-    def made(self, known: KnownArrays | None) -> int:
-        """The number of the call that made all arrays which are donated, or 0."""
-        return known.call if known and known.made >= self.returned else 0
+    def apart(
+        self,
+        stored: list[Any],
+        placed: Sequence[Any],
+        known: KnownArrays | None,
+    ) -> list[Any]:
+        """The state's arrays, where none that is donated shares a buffer with another,
+        nor with one that is read: those of the caller's that are read stay alive."""
+        fixed = stored[self.returned :]
+        if known is not None and known.made >= self.returned:
+            return apart(stored, placed, known.call)  # then all `fixed` are older
+        return apart(stored[: self.returned], [*placed, *fixed]) + fixed
 
     def place(self, batch: Sequence[Any]) -> list[Any] | None:
         """The batch's leaves, of the types of that call, on the mesh, if alive."""

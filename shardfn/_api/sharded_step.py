@@ -14,7 +14,7 @@ import jax
 
 from shardfn._api.aot import report_on
 from shardfn._api.call_arguments import by_position
-from shardfn._api.call_cache import Division, Kind, Ready, apart, types_of
+from shardfn._api.call_cache import Division, Kind, Ready, types_of
 from shardfn._api.compiled_steps import Programs, caches_apart, given
 from shardfn._api.methods import Known, Method, binds, bound_to
 from shardfn._api.nnx_modules import Call, call_of, has_modules
@@ -166,7 +166,7 @@ class ShardedStep(StateMethods, Generic[P, R]):
             if key is not None:
                 self._ready[key] = ready
         if ready.donates:
-            stored = apart(stored, placed, ready.made(known))
+            stored = ready.apart(stored, placed, known)
             placed = caches_apart(ready.rest, placed, flat_batch)
         try:
             out = ready.run(*given(stored, ready.returned, ready.rest, placed))

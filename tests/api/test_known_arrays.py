@@ -15,6 +15,7 @@ import shardfn
 from shardfn._api import call_cache
 from shardfn._api.known_arrays import KnownArrays, last_states
 from shardfn._core.limits import KNOWN_STATES
+from shardfn.testing.parity import assert_same
 
 MESH = cpu_mesh(4)
 
@@ -81,6 +82,29 @@ def test_a_changed_state_is_looked_at(change: str, looked_at) -> None:
     got, _ = ADD(state, jnp.ones(4))
     assert looked_at
     jax.tree.map(np.testing.assert_array_equal, ADD.unshard(got), expected)
+
+
+def test_a_target_that_is_the_state_stays_usable() -> None:
+    """It was donated with it, and the next call refused it."""
+
+    def pull(online, target, x):
+        def loss(w):
+            return jnp.mean((x @ w["a"] - x @ target["a"]) ** 2)
+
+        grads = jax.grad(loss)(online)
+        return jax.tree.map(lambda w, g: w - g - 1, online, grads), jnp.sum(target["a"])
+
+    step = shardfn.fully_shard(pull, MESH, min_size=0)
+    online, x = {"a": jnp.ones((5, 7)), "b": jnp.ones(3)}, jnp.ones((8, 5))
+    ours, _ = step(online, jax.tree.map(lambda w: w * 2, online), x)
+    assert "read only: argument 1 ('target')" in repr(step)
+    plain = jax.tree.map(np.asarray, ours)
+    targets = ours, plain
+    for _ in range(3):
+        plain, expected = pull(plain, targets[1], x)
+        ours, got = step(ours, targets[0], x)
+        assert got == pytest.approx(expected)
+        assert_same(plain, step.unshard(ours), "the state")
 
 
 def test_a_deleted_state_is_refused_though_it_is_known() -> None:
