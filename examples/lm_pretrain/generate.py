@@ -20,7 +20,6 @@ from export import read_weights
 from llama import empty_cache
 from models import Batch, Params, merge_llama
 from saving import SaveError, read_last
-from step import TrainState
 from tokens import Tokenizer, load_tokenizer
 
 import shardfn
@@ -122,8 +121,8 @@ def main(flags: Flags) -> list[str]:
         choices = (config.model, flags.tokens, flags.temperature)
         return continue_prompts(params, batch, key, *choices)
 
-    def generate_step(state: TrainState, batch: Batch, key: jax.Array):
-        return state, run(state.params, batch, key)
+    def generate_step(params: Params, batch: Batch, key: jax.Array):
+        return params, run(params, batch, key)
 
     if flags.weights:
         batch = prompts(flags.prompt, tokenizer, rows=len(flags.prompt))
@@ -131,11 +130,11 @@ def main(flags: Flags) -> list[str]:
     else:
         mesh = jax.make_mesh((jax.device_count(),), ("data",))
         step = shardfn.fully_shard(generate_step, mesh)
-        like = machine.abstract_state(config)
+        like = {"params": machine.abstract_state(config).params}
         _, state = read_last(Path(str(flags.run_dir)), step, like)
         rows = -(-len(flags.prompt) // mesh.size) * mesh.size
         batch = prompts(flags.prompt, tokenizer, rows)
-        _, tokens_BxN = step(state, batch, key)
+        _, tokens_BxN = step(state["params"], batch, key)
     return to_texts(tokens_BxN, len(flags.prompt), tokenizer)
 
 

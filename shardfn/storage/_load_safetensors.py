@@ -49,7 +49,8 @@ def load_safetensors(
     processes all have to call it, and all have to see the files.
 
     Args:
-      path: a `.safetensors` file, the `.index.json` of several, or their folder.
+      path: a `.safetensors` file, the `.index.json` of several, or their folder: of
+        one without `model.safetensors.index.json`, all such files.
       state: the state, whole or stored, or its `ShapeDtypeStruct`s: the structure,
         shapes and dtypes of what comes back. Only leaves that no tensor is for need
         values.

@@ -43,7 +43,9 @@ DTYPES = {
 READ = {name: dtype for dtype, name in DTYPES.items()}
 """The dtype of each of the format's names."""
 
-INDEX_SUFFIX = ".index.json"
+INDEX = "model.safetensors.index.json"
+"""The name of the index in a folder of Hugging Face's."""
+
 METADATA = "__metadata__"
 
 
@@ -103,8 +105,9 @@ def tensors_in(path: Path) -> list[Tensor]:
 
 def _index_in(path: Path) -> Path | None:
     if path.is_dir():
-        return next(iter(sorted(path.glob(f"*{INDEX_SUFFIX}"))), None)
-    return path if path.name.endswith(".json") else None
+        index = path / INDEX
+        return index if index.is_file() else None
+    return path if path.suffix == ".json" else None
 
 
 def _weight_map(index: Path) -> dict[str, str]:

@@ -21,6 +21,7 @@ from checkpoint_memory import ON_DISK
 
 import shardfn
 from shardfn.storage import _tensor_axes, _tensor_files
+from shardfn.storage._stored_array import StoredArray
 from shardfn.storage.safetensors import (
     LoadError,
     load_safetensors,
@@ -128,18 +129,30 @@ def test_every_leaf_is_what_its_tensors_are(sizes, folder, monkeypatch) -> None:
     monkeypatch.setattr(_tensor_files, "READ_BYTES", 48)
     step = step_on(*sizes) if sizes else None
     state = load_safetensors(folder, LIKE, step, names=NAMES)
+    leaves = jax.tree.leaves(state)
     if step is None:
-        assert all(len(x.devices()) == 1 for x in jax.tree.leaves(state))
-        whole = state
+        assert all(len(x.devices()) == 1 for x in leaves)
     else:
-        shardings = jax.tree.leaves(step.shardings(LIKE))
-        assert [x.sharding for x in jax.tree.leaves(state)] == shardings
-        stored = step.shard(jax.tree.map(jnp.asarray, expected()))
-        assert jax.tree.map(type, state) == jax.tree.map(type, stored)
-        whole = step.unshard(state)
-    assert_same(jax.tree.map(jnp.asarray, expected()), whole, "loaded", tol=0.0)
+        assert [x.sharding for x in leaves] == jax.tree.leaves(step.shardings(LIKE))
+        assert {type(x) for x in leaves} == {StoredArray, type(state["steps"])}
+    assert_same(expected(), jax.tree.map(np.asarray, state), "loaded", tol=0.0)
     twice = TENSORS["tok.weight"].nbytes - TENSORS["h.0.inv_freq"].nbytes
     assert sum(count) == sum(x.nbytes for x in TENSORS.values()) + twice
+
+
+def test_leaves_that_another_mesh_axis_splits_too(tmp_path) -> None:
+    """A leaf is split as the state that is passed says."""
+    mesh = jax.make_mesh((2, 4), ("model", "data"))
+    step = shardfn.fully_shard(lambda s, x: (s, x), mesh, axis="data", min_size=8)
+    x = values(6, 9, 10)
+    write_safetensors(tmp_path / "a", {f"w.{i}": x[i].T for i in range(6)})
+    by_model = jax.NamedSharding(mesh, jax.P(None, None, "model"))
+    like = {"w": jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=by_model)}
+    names = {r"w\.(\d)": (r"w[\1]", "o i -> i o")}
+    state = load_safetensors(tmp_path / "a", like, step, names=names)
+    assert "model" in str(state["w"].sharding.spec)
+    assert state["w"].sharding == step.shardings(like)["w"]
+    np.testing.assert_array_equal(state["w"], x)
 
 
 def test_leaves_without_a_tensor(folder) -> None:
@@ -351,6 +364,7 @@ def test_files_that_are_not_there(tmp_path) -> None:
 def test_a_folder_without_an_index(tmp_path) -> None:
     write_safetensors(tmp_path / "a.safetensors", {"a": values(3)})
     write_safetensors(tmp_path / "b.safetensors", {"b": values(4)})
+    (tmp_path / "pytorch_model.bin.index.json").write_text("of other files")
     loaded = load_safetensors(tmp_path, {"a": values(3), "b": values(4)})
     np.testing.assert_array_equal(loaded["b"], values(4))
 
