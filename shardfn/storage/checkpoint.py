@@ -7,8 +7,7 @@ as another step on another mesh stores it, or whole on one device.
 Needs the extra `checkpoint`: `pip install -e '.[checkpoint]'`.
 """
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ from etils import epath
 
 from shardfn._core import compat, processes
 from shardfn._core.errors import call_site
-from shardfn._core.leaves import Leaf, path_name
+from shardfn._core.leaves import Leaf
 from shardfn._core.limits import CHUNK_BYTES
 from shardfn.storage import _damage, _write_failures
 from shardfn.storage._checkpoint_errors import CheckpointError as CheckpointError
@@ -31,12 +30,10 @@ from shardfn.storage._checkpoint_errors import (
     check_leaves,
     in_all_processes,
 )
+from shardfn.storage._checkpoint_files import ITEM, CheckpointFiles
 from shardfn.storage._leaves import leaves_of
 from shardfn.storage._orbax_items import (
-    Saved,
-    advice,
     as_item,
-    differences,
     empty,
     handler,
     has_values,
@@ -48,9 +45,6 @@ from shardfn.storage._orbax_items import (
 from shardfn.storage._placement import HasStorage, stored_avals
 
 __all__ = ["CheckpointError", "Checkpoints", "DamagedCheckpointError"]
-
-ITEM = "state"
-"""The name of the state's directory in a checkpoint."""
 
 
 class Checkpoints:
@@ -96,6 +90,7 @@ class Checkpoints:
         options: ocp.CheckpointManagerOptions | None = None,
     ) -> None:
         self.directory = epath.Path(directory)
+        self._files = CheckpointFiles(self.directory)
         self.step = step
         self._writing: int | None = None
         if not str(directory).startswith(("/", "gs://", "s3://")):
@@ -117,9 +112,9 @@ class Checkpoints:
                     self.directory, options=options, item_handlers={ITEM: watched}
                 )
             except (TypeError, ValueError):  # Orbax reads a file of each
-                for number in self._numbers_on_disk():
-                    with self._intact(number):
-                        read_step(self._path(number))
+                for number in self._files.numbers():
+                    with self._files.intact(number):
+                        read_step(self._files.path(number))
                 raise
 
     def __enter__(self) -> "Checkpoints":
@@ -217,9 +212,9 @@ class Checkpoints:
             self.wait()
             number = self._found(number)
             leaves, treedef, targets = stored_avals(self.step, like)
-            with self._intact(number):
-                self._check_fit(leaves, number, partial)
-                where = self._path(number) / ITEM
+            with self._files.intact(number):
+                self._files.check_fit(leaves, number, partial)
+                where = self._files.path(number) / ITEM
                 found = read(where, leaves, targets, treedef)[::-1]
         arrays = []
         for leaf, target in zip(leaves, targets, strict=True):
@@ -243,8 +238,8 @@ class Checkpoints:
           DamagedCheckpointError: it is not what `save` has written.
         """
         number = self._found(number)
-        with self._intact(number):
-            return self._record(number)["extra"]
+        with self._files.intact(number):
+            return self._files.record(number)["extra"]
 
     def wait(self) -> None:
         """Waits until no checkpoint is being written.
@@ -298,50 +293,3 @@ class Checkpoints:
             return self.step.storage.place((state,))
         leaves, treedef = leaves_of((state,), "state")
         return [jnp.asarray(x) for x in jax.tree.leaves(state)], leaves, treedef
-
-    def _numbers_on_disk(self) -> list[int]:
-        there = self.directory.iterdir() if self.directory.is_dir() else ()
-        return sorted(int(path.name) for path in there if path.name.isdigit())
-
-    @contextlib.contextmanager
-    def _intact(self, number: int) -> Iterator[None]:
-        """Tells damaged files from what another attempt may not meet."""
-        try:
-            yield
-        except CheckpointError:
-            raise
-        except Exception as error:
-            if (reason := _damage.damage(error)) is None:
-                raise
-            raise DamagedCheckpointError(
-                f"checkpoint {number} in {self.directory} is damaged: {reason}\n"
-                f"  it was read at {call_site()}\n"
-                "Restore an older checkpoint, in every process.",
-                number,
-            ) from error
-
-    def _record(self, number: int) -> dict[str, Any]:
-        return _damage.checked((self._path(number) / _damage.FILE).read_bytes())
-
-    def _check_fit(self, leaves: Sequence[Leaf], number: int, partial: bool) -> None:
-        """Lists every leaf that is not the same in the checkpoint and in the state; in
-        a part of a state, of those that it has."""
-        metadata = handler().metadata(self._path(number) / ITEM)
-        flat, _ = jax.tree_util.tree_flatten_with_path(metadata.tree)
-        saved = {
-            path_name(path): Saved(tuple(x.shape), jnp.dtype(x.dtype))
-            for path, x in flat
-        }
-        record = self._record(number)
-        if _damage.checksum_of(saved) != record["leaves"]:
-            raise _damage.DamagedError(f"the list of leaves in {ITEM} is not the saved")
-        if lines := differences(leaves, saved, record["keys"], partial):
-            raise CheckpointError(
-                f"checkpoint {number} in {self.directory} does not fit the state:\n    "
-                + "\n    ".join(lines)
-                + f"\n  restore was called at {call_site()}\n"
-                f"{advice(lines)}"
-            )
-
-    def _path(self, number: int) -> epath.Path:
-        return self.directory / str(number)

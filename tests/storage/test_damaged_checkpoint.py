@@ -19,6 +19,7 @@ from benchmarks.damaged_checkpoints import (
     outcomes,
     step_on,
 )
+from shardfn.storage._checkpoint_files import CheckpointFiles
 from shardfn.storage._damage import damage
 from shardfn.storage.checkpoint import (
     CheckpointError,
@@ -127,7 +128,7 @@ def test_what_need_not_be_for_the_files_is_not_called_damage(good, monkeypatch) 
         raise ValueError("RESOURCE_EXHAUSTED: Too many open files")
 
     with Checkpoints(good) as checkpoints:
-        monkeypatch.setattr(Checkpoints, "_record", fail)
+        monkeypatch.setattr(CheckpointFiles, "record", fail)
         with pytest.raises(ValueError, match="RESOURCE_EXHAUSTED") as error:
             checkpoints.restore(LIKE)
     assert not isinstance(error.value, CheckpointError)
