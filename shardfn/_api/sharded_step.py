@@ -4,40 +4,30 @@ In: the plain step and how its state is stored. Out: a callable like the step.
 """
 
 import functools
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from types import MethodType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 import jax
 
-from shardfn._api.aot import report_on
 from shardfn._api.call_arguments import by_position
 from shardfn._api.call_cache import Division, Kind, Ready, types_of
 from shardfn._api.compiled_steps import Programs, caches_apart, given
+from shardfn._api.first_run import check_first_run
 from shardfn._api.methods import Known, Method, binds, bound_to
 from shardfn._api.nnx_modules import Call, call_of, has_modules
-from shardfn._api.planner import describe
-from shardfn._api.state_methods import StateMethods, is_traced
+from shardfn._api.report_methods import ReportMethods
+from shardfn._api.state_methods import is_traced
 from shardfn._api.static_arguments import advises_binding
-from shardfn._core import compat, processes
-from shardfn._core.call_arguments import Named, Rest, StateArguments
+from shardfn._core import compat
+from shardfn._core.call_arguments import Named, Rest
 from shardfn._core.errors import (
-    ShardingError,
-    VerificationWarning,
-    called,
     names_step,
-    step_name,
 )
 from shardfn._core.limits import BATCH_KINDS
 from shardfn._core.recent import Recent
-from shardfn._lowering.planned_program import Planned
 from shardfn._trace.purity import leaked_tracer
-from shardfn.analysis import targets
-from shardfn.analysis._program_hash import listing_of
-from shardfn.analysis.plan import Plan
-from shardfn.analysis.report import Report
 
 VERIFY = ("off", "warn", "error")
 
@@ -48,7 +38,7 @@ Own = ParamSpec("Own")
 
 
 @dataclass(eq=False, repr=False)
-class ShardedStep(StateMethods, Generic[P, R]):
+class ShardedStep(ReportMethods, Generic[P, R]):
     """A training step on a sharded state; `fully_shard` makes it, and it is called like
     the step that it was made from.
 
@@ -174,118 +164,7 @@ class ShardedStep(StateMethods, Generic[P, R]):
             raise leaked_tracer() from error
         return ready.hand_back(out, self.storage, flat_batch, stored, known)
 
-    @names_step
-    @advises_binding
-    def lower(self, *args: Any, **named: Any) -> jax.stages.Lowered:
-        """Lowers the step; the mesh may be of devices that are not there.
-
-        Args:
-          *args: the step's arguments, arrays or `ShapeDtypeStruct`s, whole or stored.
-          **named: those of them that are passed by name.
-
-        Returns:
-          The lowered step, ready for `.compile()`.
-        """
-        step, args, named = self.as_pure(args, named)
-        return step.programs.traced(*step._divide(args, named)).lower()
-
-    @names_step
-    @advises_binding
-    def plan(self, *args: Any, **named: Any) -> Plan:
-        """What the step moves: every collective with bytes, dtype, phase and parameter.
-
-        Args:
-          *args: the step's arguments, arrays or `ShapeDtypeStruct`s, whole or stored.
-          **named: those of them that are passed by name.
-
-        Returns:
-          A frozen plan; print it, compare it, or read its fields.
-        """
-        step, args, named = self.as_pure(args, named)
-        states, batch = step._divide(args, named)
-        leaves, treedef = self.storage.leaves(states)
-        return describe(step.programs.planned(leaves, treedef, batch))
-
-    @names_step
-    def on(
-        self,
-        target: str,
-        *args: Any,
-        mesh_shape: tuple[int, ...] | None = None,
-        progress: Callable[[str], None] = lambda stage: None,
-        **named: Any,
-    ) -> Report:
-        """What the step would take on machines that are not there.
-
-        Compiles it for them, which needs the extra `aot` and no accelerator, and takes
-        as long as compiling there.
-
-        Args:
-          target: a name as in `shardfn.analysis.targets.target`, such as
-            `"h100:1x8x8"`.
-          *args: the step's arguments, arrays or `ShapeDtypeStruct`s, whole or stored;
-            the batch is the global one.
-          mesh_shape: sizes of the mesh axes there; may be left out if there is only one
-            axis, or if the target has as many devices as the mesh.
-          progress: called with each stage when it starts.
-          **named: arguments of the step that are passed by name.
-
-        Returns:
-          A frozen report: memory, bytes on the wire, whether the program is as planned,
-          and an estimate of time. Print it, or read its fields.
-
-        Raises:
-          ShardingError: the step cannot be sharded so, the devices form no such
-            mesh, or the compiler finds that it does not fit.
-          ValueError: no such target.
-          ImportError: the target's compiler is not installed.
-        """
-        names, sizes = self.mesh.axis_names, tuple(self.mesh.shape.values())
-        count = targets.target(target).num_devices
-        if mesh_shape is None and len(names) > 1:
-            if count != self.mesh.size:
-                raise ShardingError(
-                    f"target {target!r} has {count} devices and the mesh {names} has "
-                    f"shape {sizes}.\n{called()}"
-                    "Pass mesh_shape=, one size per mesh axis."
-                )
-            mesh_shape = sizes
-        progress("describing devices")
-        there = targets.mesh(target, names, mesh_shape)
-        step, args, named = self.as_pure(args, named)
-        states, batch = step._divide(args, named)
-        leaves, treedef = self.storage.leaves(states)
-        batch_leaves, batch_tree = self.storage.batch_leaves(batch)
-        moved = replace(
-            step.programs, storage=self.storage.on(there), _jitted=Recent(1)
-        )
-        return report_on(
-            targets.target(target),
-            moved,
-            jax.tree.unflatten(treedef, moved.storage.abstract(leaves)),
-            jax.tree.unflatten(batch_tree, moved.storage.abstract(batch_leaves)),
-            progress,
-        )
-
     # Inside
-
-    def _divide(
-        self, args: tuple[Any, ...], named: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], Rest]:
-        """The state arguments of a call, and the others."""
-        axes, mesh = self.storage.axes, self.storage.given.abstract_mesh
-        return self.plain.divide(args, named, axes, mesh)
-
-    def meaning_of(self, *args: Any) -> StateArguments:
-        """Which of a call's arguments are state, and where they come back.
-
-        Args:
-          *args: the step's arguments, whole or stored.
-
-        Returns:
-          What they mean, by position.
-        """
-        return self._divide(args, {})[1].meaning
 
     def as_pure(
         self, args: tuple[Any, ...], named: dict[str, Any]
@@ -378,22 +257,16 @@ class ShardedStep(StateMethods, Generic[P, R]):
             compat.configuration(),
         )
         if not self._checked.find(program):
-            is_real = not whole
             rest = jax.tree.unflatten(batch_tree, placed)
-            planned = functools.partial(self.programs.planned, leaves, treedef, rest)
             run_on = given(stored, returned, batch_tree, placed)
-            lowered = functools.partial(ready.run.lower, *run_on)
-            if self.verify != "off" and is_real:
-                self._check_compiled(lowered(), planned())
-            group = processes.of(self.mesh.devices.flat)
-            if len(group) > 1:
-                with processes.meeting("planned the step", group):
-                    made = planned()
-                self._check_processes(made, group)
-                if is_real:
-                    with processes.meeting("compiled the step", group):
-                        lowered().compile()
-            if is_real:
+            check_first_run(
+                functools.partial(ready.run.lower, *run_on),
+                functools.partial(self.programs.planned, leaves, treedef, rest),
+                self.mesh,
+                self.verify,
+                whole,
+            )
+            if not whole:
                 self._checked[program] = True
         return ready, stored, placed
 
@@ -406,24 +279,3 @@ class ShardedStep(StateMethods, Generic[P, R]):
         settings = None if self.verify == "off" else compat.configuration()
         debugs = compat.checks_values()
         return division, types, self.storage.current_mesh, settings, debugs
-
-    def _check_processes(self, planned: Planned, group: Sequence[int]) -> None:
-        """Raises if another process of a group is about to run another plan."""
-        plan = describe(planned)
-        lines = str(plan), f"program {plan.program}", *listing_of(planned.program)
-        processes.assert_processes_agree("plans", "\n".join(lines), group)
-
-    def _check_compiled(self, lowered: jax.stages.Lowered, planned: Planned) -> None:
-        """Warns or raises if the compiled step is not as planned. The call that follows
-        finds the step compiled."""
-        checked = describe(planned, fingerprint=False).verify(lowered.compile())
-        if checked.ok:
-            return
-        message = (
-            f"the compiled {step_name()} is not as planned on "
-            f"{self.mesh.devices.flat[0].device_kind}.\n{called()}"
-            f"{checked.problems()}\n"
-        )
-        if self.verify == "error":
-            raise ShardingError(f"{message}verify='warn' warns, and runs it as it is.")
-        warnings.warn(f"{message}It runs as it is.", VerificationWarning, stacklevel=2)

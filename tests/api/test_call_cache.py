@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from plan_helpers import cpu_mesh
 
 import shardfn
-from shardfn._api import call_cache
+from shardfn._api import call_cache, first_run
 from shardfn._api.sharded_step import ShardedStep
 
 X = np.ones((16, 4), np.float32)
@@ -98,7 +98,7 @@ def test_other_batches_take_the_short_way_the_second_time(long_way) -> None:
 
 def test_every_program_is_verified(monkeypatch) -> None:
     checks = []
-    monkeypatch.setattr(ShardedStep, "_check_compiled", lambda *_: checks.append("one"))
+    monkeypatch.setattr(first_run, "_check_compiled", lambda *_: checks.append("one"))
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
     def step(state, x):

@@ -1,0 +1,148 @@
+"""What a sharded step says of itself without running: its plan, its program, and what
+it would take on other machines.
+
+In: the step's arguments, arrays or shapes. Out: a lowered step, a plan or a report.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from shardfn._api.aot import report_on
+from shardfn._api.planner import describe
+from shardfn._api.state_methods import StateMethods
+from shardfn._api.static_arguments import advises_binding
+from shardfn._core.call_arguments import Rest, StateArguments
+from shardfn._core.errors import (
+    ShardingError,
+    called,
+    names_step,
+)
+from shardfn._core.recent import Recent
+from shardfn.analysis import targets
+from shardfn.analysis.plan import Plan
+from shardfn.analysis.report import Report
+
+
+@dataclass(eq=False, repr=False)
+class ReportMethods(StateMethods):
+    """The methods of a `ShardedStep` that run nothing."""
+
+    @names_step
+    @advises_binding
+    def lower(self, *args: Any, **named: Any) -> jax.stages.Lowered:
+        """Lowers the step; the mesh may be of devices that are not there.
+
+        Args:
+          *args: the step's arguments, arrays or `ShapeDtypeStruct`s, whole or stored.
+          **named: those of them that are passed by name.
+
+        Returns:
+          The lowered step, ready for `.compile()`.
+        """
+        step, args, named = self.as_pure(args, named)
+        return step.programs.traced(*step._divide(args, named)).lower()
+
+    @names_step
+    @advises_binding
+    def plan(self, *args: Any, **named: Any) -> Plan:
+        """What the step moves: every collective with bytes, dtype, phase and parameter.
+
+        Args:
+          *args: the step's arguments, arrays or `ShapeDtypeStruct`s, whole or stored.
+          **named: those of them that are passed by name.
+
+        Returns:
+          A frozen plan; print it, compare it, or read its fields.
+        """
+        step, args, named = self.as_pure(args, named)
+        states, batch = step._divide(args, named)
+        leaves, treedef = self.storage.leaves(states)
+        return describe(step.programs.planned(leaves, treedef, batch))
+
+    @names_step
+    def on(
+        self,
+        target: str,
+        *args: Any,
+        mesh_shape: tuple[int, ...] | None = None,
+        progress: Callable[[str], None] = lambda stage: None,
+        **named: Any,
+    ) -> Report:
+        """What the step would take on machines that are not there.
+
+        Compiles it for them, which needs the extra `aot` and no accelerator, and takes
+        as long as compiling there.
+
+        Args:
+          target: a name as in `shardfn.analysis.targets.target`, such as
+            `"h100:1x8x8"`.
+          *args: the step's arguments, arrays or `ShapeDtypeStruct`s, whole or stored;
+            the batch is the global one.
+          mesh_shape: sizes of the mesh axes there; may be left out if there is only one
+            axis, or if the target has as many devices as the mesh.
+          progress: called with each stage when it starts.
+          **named: arguments of the step that are passed by name.
+
+        Returns:
+          A frozen report: memory, bytes on the wire, whether the program is as planned,
+          and an estimate of time. Print it, or read its fields.
+
+        Raises:
+          ShardingError: the step cannot be sharded so, the devices form no such
+            mesh, or the compiler finds that it does not fit.
+          ValueError: no such target.
+          ImportError: the target's compiler is not installed.
+        """
+        names, sizes = self.mesh.axis_names, tuple(self.mesh.shape.values())
+        count = targets.target(target).num_devices
+        if mesh_shape is None and len(names) > 1:
+            if count != self.mesh.size:
+                raise ShardingError(
+                    f"target {target!r} has {count} devices and the mesh {names} has "
+                    f"shape {sizes}.\n{called()}"
+                    "Pass mesh_shape=, one size per mesh axis."
+                )
+            mesh_shape = sizes
+        progress("describing devices")
+        there = targets.mesh(target, names, mesh_shape)
+        step, args, named = self.as_pure(args, named)
+        states, batch = step._divide(args, named)
+        leaves, treedef = self.storage.leaves(states)
+        batch_leaves, batch_tree = self.storage.batch_leaves(batch)
+        moved = replace(
+            step.programs, storage=self.storage.on(there), _jitted=Recent(1)
+        )
+        return report_on(
+            targets.target(target),
+            moved,
+            jax.tree.unflatten(treedef, moved.storage.abstract(leaves)),
+            jax.tree.unflatten(batch_tree, moved.storage.abstract(batch_leaves)),
+            progress,
+        )
+
+    def as_pure(
+        self, args: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple["ReportMethods", tuple[Any, ...], dict[str, Any]]:
+        """The step as a pure function, and its arguments for it."""
+        return self, args, named
+
+    def _divide(
+        self, args: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], Rest]:
+        """The state arguments of a call, and the others."""
+        axes, mesh = self.storage.axes, self.storage.given.abstract_mesh
+        return self.plain.divide(args, named, axes, mesh)
+
+    def meaning_of(self, *args: Any) -> StateArguments:
+        """Which of a call's arguments are state, and where they come back.
+
+        Args:
+          *args: the step's arguments, whole or stored.
+
+        Returns:
+          What they mean, by position.
+        """
+        return self._divide(args, {})[1].meaning
