@@ -352,6 +352,7 @@ def test_told_to_end_at_any_moment_it_ends_well(saving, tmp_path):
     assert "run:" not in logs[0].read_text(), "the signal is taken before the imports"
 
 
+@pytest.mark.exhaustive
 def test_a_full_disk_ends_the_run_and_says_what_is_saved(saving):
     """A limit on the size of a file stands for the full disk."""
     limited = ["sh", "-c", 'ulimit -f 40; exec "$0" "$@"', *command(saving)]

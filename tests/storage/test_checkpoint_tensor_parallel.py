@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import drawn
 import jax
 import optax
 import pytest
@@ -46,11 +47,7 @@ MESHES = {
 
 
 def create(mesh: jax.sharding.Mesh | None = None) -> dict[str, Any]:
-    keys = jax.random.split(jax.random.key(0), len(SHAPES))
-    params = {
-        name: jax.random.normal(key, shape)
-        for key, (name, shape) in zip(keys, SHAPES.items(), strict=True)
-    }
+    params = drawn.arrays(jax.random.key(0), SHAPES)
     if mesh is not None and "model" in mesh.axis_names:
         split = {k: NamedSharding(mesh, spec) for k, spec in SPECS.items()}
         params = jax.lax.with_sharding_constraint(params, split)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import drawn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,11 +32,7 @@ WIDE = {"int64", "uint64", "float64"}  # JAX makes 32 bits of them
 
 
 def create(key: jax.Array):
-    keys = jax.random.split(key, len(SHAPES))
-    params = {
-        name: jax.random.normal(k, shape)
-        for k, (name, shape) in zip(keys, SHAPES.items(), strict=True)
-    }
+    params = drawn.arrays(key, SHAPES)
     dtypes = {d: jnp.arange(21).reshape(3, 7).astype(d) for d in {*DTYPES} - WIDE}
     return {"params": params, "dtypes": dtypes, "key": jax.random.key(3)}
 
