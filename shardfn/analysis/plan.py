@@ -120,7 +120,7 @@ class Plan:
           >>> plan = step.plan({"w": jnp.ones((64, 64))}, jnp.ones((8, 64)))
           >>> print(plan.explain("w"))  # doctest: +ELLIPSIS
           w: float32 64x64, stored split over data along dimension 0
-            8 devices divide dimension 0 of 64, in parts that fill TPU tiles
+            8 devices divide dimension 0 of 64, in parts that fill TPU tiles ...
             forward all_gather over data: 64x64 float32, 14.0 KiB sent, at ...
         """
         lines = self.collectives
