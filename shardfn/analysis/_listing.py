@@ -28,7 +28,8 @@ from shardfn._core.plan import (
 )
 from shardfn._core.program import Node, Program
 from shardfn._core.sharding import Axes, Sharding, Split
-from shardfn.analysis._explain import LeafLayout, Operation, Why
+from shardfn.analysis._explain import LeafLayout, Operation
+from shardfn.analysis._move_reason import Why
 from shardfn.analysis._replicated import work_of
 from shardfn.analysis.collective import Collective
 from shardfn.analysis.plan import Plan

@@ -24,7 +24,8 @@ from shardfn.rules._factors import (
     shape_of,
     take,
 )
-from shardfn.rules.slicing import clamped, selection_rule
+from shardfn.rules._selection import selection_rule
+from shardfn.rules.slicing import clamped
 
 
 def _local_sizes(op: LocalOp, sizes: Sequence[int]) -> tuple[int, ...]:

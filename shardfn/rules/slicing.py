@@ -5,40 +5,27 @@ mapped. Of a short slice each device gives what it holds, and zeros elsewhere: t
 is their sum. A dimension that a window is put into is made where it is used.
 """
 
-import math
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
 from shardfn._core.compat import primitives
-from shardfn._core.limits import FEW_SELECTED
 from shardfn._core.make_rule import make_rule
 from shardfn._core.op_sharding_rule import OpShardingRule
 from shardfn._core.rule_registry import LocalOp, register_rule
 from shardfn.rules._factors import (
-    dtype_of,
     fresh_names,
     result_shape,
     shape_of,
     take,
 )
+from shardfn.rules._selection import selection_rule
 
 Start = jax.Array | int
-
-FEW = (
-    f"it selects at most {FEW_SELECTED} of the elements, so terms of these are reduced "
-    "in place of a gather of all (limits.FEW_SELECTED)"
-)
-MANY = (
-    f"it selects more than {FEW_SELECTED} of the elements, so all are gathered "
-    "(limits.FEW_SELECTED)"
-)
 
 
 def partly_changed(
@@ -76,47 +63,6 @@ def _sides(
         next(names) if new else name for name, new in zip(before, changed, strict=True)
     ]
     return before, tuple(after)
-
-
-def selection_rule(
-    eqn: JaxprEqn,
-    operands: Iterable[Sequence[str]],
-    result: Sequence[str],
-    *,
-    selected: Collection[str],
-    whole: Iterable[str] = (),
-    linear: Any = "",
-    may_pick: bool = True,
-) -> OpShardingRule:
-    """The rule of an op that selects along the factors `selected` of its first operand.
-
-    If it selects little, each device gives what it holds, else zeros: the sum of these
-    terms moves no more than a gather of what is selected from. If not, or if `may_pick`
-    says that it cannot, the factors stay whole.
-    """
-    reducer = _reducer_of(dtype_of(eqn)) if may_pick else None
-    few = math.prod(result_shape(eqn)) <= FEW_SELECTED * math.prod(shape_of(eqn))
-    threshold = "" if reducer is None else FEW if few else MANY
-    rule = make_rule(
-        eqn,
-        operands,
-        [result],
-        reduce=dict.fromkeys(selected, reducer) if reducer and few else {},
-        whole={*whole, *(() if reducer and few else selected)},
-        linear=linear,
-        picks=bool(reducer and few),
-    )
-    return replace(rule, threshold=threshold)
-
-
-def _reducer_of(dtype: Any) -> str | None:
-    """What makes one value of terms of which all but one are zero; None if nothing."""
-    if not isinstance(dtype, np.dtype):
-        return None
-    if dtype == np.dtype(bool):
-        return "or"
-    # The small types that ml_dtypes adds have no sums on the wire.
-    return "sum" if dtype.kind in "iufc" or dtype == jnp.bfloat16 else None
 
 
 def window(
