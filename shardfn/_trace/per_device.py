@@ -240,22 +240,23 @@ def _check_states(
     Raises:
       ShardingError: another leaf of the state differs.
     """
-    places = [part(mapped, path) for path in states if has_part(mapped, path)]
+    leaves, treedef = jax.tree.flatten(mapped, is_leaf=_is_levels)
+    numbers = jax.tree.unflatten(treedef, range(len(leaves)))  # levels are containers
+    places = [part(numbers, path) for path in states if has_part(numbers, path)]
     if len(places) < len(states):
         return mapped  # not a state and metrics; the trace says so
     new = places[0] if len(places) == 1 else tuple(places)
-    flat, _ = tree_flatten_with_path(new, is_leaf=_is_levels)
+    flat, _ = tree_flatten_with_path(new)
     is_own = own[: len(flat)] if len(own) >= len(flat) else [False] * len(flat)
     names = [keystr(path, simple=True, separator="/") or "state" for path, _ in flat]
     differing = [
         name
-        for name, (_, over), owned in zip(names, flat, is_own, strict=True)
-        if any(over) and not owned
+        for name, (_, i), owned in zip(names, flat, is_own, strict=True)
+        if any(leaves[i]) and not owned
     ]
     if differing:
         _refuse_differing(differing, names)
-    leaves, treedef = jax.tree.flatten(mapped, is_leaf=_is_levels)
-    for i, owned in zip(_leaves_at(mapped, states), is_own, strict=True):
+    for (_, i), owned in zip(flat, is_own, strict=True):
         leaves[i] = (True,) * levels if owned else leaves[i]
     return jax.tree.unflatten(treedef, leaves)
 

@@ -170,7 +170,8 @@ def _no_state(
     elif len(results) < number:
         advice += (
             " Modules of flax.nnx that it changes in place have to be arguments of "
-            "their own, and state_argnums has to be left out (see From flax.nnx)."
+            "their own, and state_argnums has to be left out (see From flax.nnx). "
+            "Within shard_map or pmap they are copies: return the module, too."
         )
     raise ShardingError(
         f"{step_name()} returns no state: it returned {_described(out, leaves)}, where "

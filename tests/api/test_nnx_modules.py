@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax import lax
 
 import shardfn
 
@@ -257,3 +258,31 @@ def test_static_data_that_changes_is_named(step, change: str) -> None:
     lines = str(error.value).splitlines()
     assert lines[0] == f"{step.__name__} changes static data of its state: {change}"
     assert lines[2].startswith("It is no array, and what is compiled has the old one.")
+
+
+def test_a_local_step_returns_its_modules() -> None:
+    """Within shard_map, what is updated in place is a copy."""
+
+    def kept(net, x):
+        net.linear.kernel[...] *= 2
+        return net, lax.pmean(jnp.sum(net.linear(x)), "data")
+
+    def lost(net, x):
+        return kept(net, x)[1]
+
+    def on_shards(local):
+        def run(net, x):
+            return local(local.shard(net), x)[1]
+
+        specs = jax.P(), jax.P("data")
+        return jax.shard_map(
+            run, mesh=MESH, in_specs=specs, out_specs=jax.P(), check_vma=False
+        )
+
+    net = Counted(nnx.Rngs(0))
+    expected = jnp.sum(X @ (net.linear.kernel[...] * 2) + net.linear.bias[...]) / 2
+    local = shardfn.fully_shard(kept, axis="data", min_size=0)
+    np.testing.assert_allclose(on_shards(local)(net, X), expected, rtol=1e-5)
+    with pytest.raises(shardfn.ShardingError) as error:
+        on_shards(shardfn.fully_shard(lost, axis="data", min_size=0))(net, X)
+    assert "Within shard_map or pmap they are copies: return the" in str(error.value)

@@ -306,3 +306,17 @@ def test_any_name_of_the_mesh_axis(axis: str) -> None:
     x = jnp.arange(64.0).reshape(8, 8)
     new, total = run(jnp.ones(8), x)
     assert new.tolist() == (1 - x.mean(0)).tolist() and total == x.sum()
+
+
+@pytest.mark.parametrize("form", ["alone", "in a dict", "None", "in a tuple"])
+def test_a_step_per_device_that_returns_no_state(form: str) -> None:
+    """A result alone was taken for a container: `TypeError: 'bool' is not iterable`."""
+
+    def step(state, x):
+        mean = lax.pmean(jnp.sum(x) + jnp.sum(state["w"]), "data")
+        forms = {"alone": mean, "in a dict": {"m": mean}, "in a tuple": (mean, x)}
+        return forms.get(form)
+
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    with pytest.raises(shardfn.ShardingError, match="^step returns no state: it retu"):
+        shardfn.fully_shard(step, mesh)({"w": jnp.ones(8)}, jnp.ones(8))
