@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from tiers import tiered
 
 import shardfn
 
@@ -85,7 +86,15 @@ def mesh() -> jax.sharding.Mesh:
     return jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+# Each is like another, which the quick run has.
+ALIKE = {
+    "jax_debug_infs",
+    "jax_explain_cache_misses",
+    "jax_array_garbage_collection_guard",
+}
+
+
+@pytest.mark.parametrize("setting", tiered(SETTINGS, SETTINGS.keys() - ALIKE))
 def test_a_setting_changes_a_step_as_it_changes_the_plain_one(setting: str) -> None:
     scale, batch = arguments()
     with SETTINGS[setting]():

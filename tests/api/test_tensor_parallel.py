@@ -25,6 +25,7 @@ from plan_helpers import (
     planned_moves,
 )
 from programs import Program, gpt
+from tiers import exhaustively
 
 import shardfn
 from shardfn.analysis import targets
@@ -130,7 +131,7 @@ def assert_split(state: Any, mesh: Mesh) -> None:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=["auto", "explicit"])
-@pytest.mark.parametrize("kind", ["2x4", "model first", "2x2x2"])
+@pytest.mark.parametrize("kind", ["2x4", "model first", exhaustively("2x2x2")])
 def test_parity(kind: str, axis_type: AxisType) -> None:
     """Every leaf after every step; nothing is compiled or moved anew after the first.
 
@@ -193,7 +194,7 @@ def without_gathers(moves: Moves) -> Moves:
     return Counter({key: n for key, n in moves.items() if key[0] != "all_gather"})
 
 
-@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scan"])
+@pytest.mark.parametrize("scan", [exhaustively(False), True], ids=["unrolled", "scan"])
 @pytest.mark.parametrize("name", ["cpu", aot("h100:8")])
 def test_the_plan_is_compiled(name: str, scan: bool) -> None:
     """Over `data` each device sends what the plan says, of its part; matrix products

@@ -155,6 +155,7 @@ def adding_gradients(w, x):
     return jax.lax.scan(body, jnp.zeros_like(w), x)[0]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("fn", [outer, adding, adding_gradients])
 @pytest.mark.parametrize("width", [7, 8, 64])
 def test_rows_are_no_microbatches_whatever_their_width(fn: Callable, width) -> None:

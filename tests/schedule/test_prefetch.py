@@ -41,6 +41,7 @@ def loops(case: Sharded) -> list[tuple[Any, list[str]]]:
     return found
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["scan", "scan_remat"])
 @pytest.mark.parametrize("asked", [1, 2, 9])
 def test_gathers_run_ahead_of_their_layer(kind: str, asked: int) -> None:

@@ -53,6 +53,7 @@ def within(plan: shardfn.Plan, devices: int) -> set[tuple[str, str]]:
     }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("group", [2, 4])
 def test_the_backward_pass_gathers_within_groups(kind: str, group: int) -> None:
