@@ -6,10 +6,10 @@ together.
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NoReturn
 
-from shardfn._core.call_arguments import Named
+from shardfn._core.call_arguments import Named, Position
 from shardfn._core.errors import ShardingError, called, step_name
 
 
@@ -56,3 +56,14 @@ def by_position(
             f"Its arguments are {signature}."
         ) from None
     return (*bound.args, Named(bound.kwargs)) if bound.kwargs else bound.args
+
+
+def refuse_count(given: Collection[Position], states: Sequence[Position]) -> NoReturn:
+    """Raises for a call that lacks one of the state's arguments."""
+    count, last = len(given), max(map(str, states))
+    raise ShardingError(
+        f"{step_name()} was called with {count} argument{'s' * (count != 1)}, but "
+        f"its state is argument {last} "
+        f"(state_argnums={', '.join(map(str, states))}).\n{called()}"
+        "Pass the state there, or give fully_shard its position."
+    )

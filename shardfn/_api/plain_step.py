@@ -4,21 +4,17 @@ In: the step as written for one device, and the options that describe it. Out: w
 arguments are state, how the batch is split, and the planned step for given shapes.
 """
 
-import functools
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 
 from shardfn._api.argument_leaves import (
     Side,
-    keys_in,
-    other_shapes,
-    types_of,
-    without_row,
 )
-from shardfn._api.call_arguments import by_position, parameter_names
+from shardfn._api.batch_division import BatchDivision
+from shardfn._api.call_arguments import by_position, parameter_names, refuse_count
 from shardfn._api.names_in_code import mentions
 from shardfn._api.planner import (
     check_fallbacks,
@@ -38,7 +34,7 @@ from shardfn._core.call_arguments import (
     without,
 )
 from shardfn._core.control import Control
-from shardfn._core.errors import ShardingError, called, step_name
+from shardfn._core.errors import ShardingError
 from shardfn._core.leaves import Leaf, leaf_name
 from shardfn._core.limits import BATCH_KINDS
 from shardfn._core.recent import Recent
@@ -47,7 +43,7 @@ from shardfn._lowering.planned_program import Planned
 from shardfn._trace.state_arguments import find_state
 from shardfn._trace.trace_step import Trace, trace, trace_once
 from shardfn.storage._layout import layouts
-from shardfn.storage._leaves import batch_shardings, leaves_of
+from shardfn.storage._leaves import leaves_of
 
 Step = Callable[..., Any]
 
@@ -138,7 +134,7 @@ class PlainStep:
         """Arguments by position, divided as what they mean says."""
         given = by_place(args)
         if not all(place in given for place in meaning.arguments):
-            self._refuse_count(given, meaning.arguments)
+            refuse_count(given, meaning.arguments)
         states = tuple(given[place] for place in meaning.arguments)
         if len(states) > 1:
             states = NamedStates([self.name(p) for p in meaning.arguments], states)
@@ -160,17 +156,6 @@ class PlainStep:
             return place
         names = parameter_names(self.step)
         return names[place] if place < len(names) else str(place)
-
-    def _refuse_count(
-        self, given: Collection[Position], states: Sequence[Position]
-    ) -> NoReturn:
-        count, last = len(given), max(map(str, states))
-        raise ShardingError(
-            f"{step_name()} was called with {count} argument{'s' * (count != 1)}, but "
-            f"its state is argument {last} "
-            f"(state_argnums={', '.join(map(str, states))}).\n{called()}"
-            "Pass the state there, or give fully_shard its position."
-        )
 
     def traced(
         self,
@@ -221,54 +206,9 @@ class PlainStep:
         states: tuple[Sequence[Leaf], Any],
         same: Sequence[Collection[str]] | None = None,
     ) -> tuple[Sharding, ...]:
-        """How each leaf of the batch is split.
-
-        Args:
-          batch: the arguments that are not state.
-          leaves: their leaves.
-          axes: the mesh axes.
-          states: the leaves of the state, on logical shapes, and their structure.
-          same: if `leaves` have the shapes of one device's part, the mesh axes over
-            which the type of each says that it is the same.
-        """
-        is_local = same is not None
-        meaning = batch.meaning if isinstance(batch, Rest) else StateArguments()
-        split = functools.partial(
-            batch_shardings, batch, leaves, self.batch_spec, axes, is_local, same or ()
-        )
-
-        def keys_among(unsure: Sequence[int]) -> Collection[int]:
-            """The raw keys among some leaves: the step is traced on these shapes, or,
-            if it fails there, on those of the other parts, and tells."""
-            types = types_of(states, batch, leaves)
-            key = types, axes, same and tuple(same), compat.configuration()
-            if key not in self.keys:
-                self.keys[key] = self._keys(batch, leaves, states, axes)
-                if self.keys[key] is None:
-                    other = split(raw_keys=lambda unsure: unsure)
-                    shapes = other_shapes(leaves, other, axes, is_local)
-                    self.keys[key] = self._keys(batch, shapes, states, axes)
-            found = self.keys[key]
-            if found is None:  # whatever fails is reported by the trace that follows
-                uneven = [i for i in unsure if leaves[i].aval.shape[0] % axes.devices]
-                return () if is_local else uneven
-            return found
-
-        return split(hints=meaning.hints, raw_keys=keys_among)
-
-    def _keys(
-        self,
-        batch: tuple[Any, ...],
-        leaves: Sequence[Leaf],
-        states: tuple[Sequence[Leaf], Any],
-        axes: Axes,
-    ) -> frozenset[int] | None:
-        """Which leaves of the batch are raw keys; None if the step cannot be traced."""
-        rows = [self.control.of(leaf_name(x.path)).per_device_state for x in states[0]]
-        own = [
-            without_row(x) if row else x for x, row in zip(states[0], rows, strict=True)
-        ]
-        return keys_in(self.call, batch, leaves, (own, states[1]), axes)
+        """How each leaf of the batch is split: see `BatchDivision`."""
+        division = BatchDivision(self.call, self.batch_spec, self.control, self.keys)
+        return division.shardings(batch, leaves, axes, states, same)
 
     def planned(
         self,
