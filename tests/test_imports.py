@@ -27,6 +27,11 @@ files, `__init__` and `__main__`, import from all."""
 ENTRIES = 13
 """What a look into the package's folder shows at most."""
 
+MOST_LINES = 320
+"""Of a file: a longer one is two things, each of which a stranger looks for by name."""
+
+LONG = {"_propagation.op_strategy": "one class that chooses the factors of one op"}
+
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts): path
     for path in sorted(ROOT.rglob("*.py"))
@@ -73,6 +78,12 @@ def test_the_folder_shows_the_pipeline() -> None:
     packages = {name for floor in ORDER for name in floor}
     assert {name for name in shown if (ROOT / name).is_dir()} == packages
     assert len(shown) <= ENTRIES
+
+
+def test_files_are_short() -> None:
+    counts = {name: len(path.read_text().splitlines()) for name, path in FILES.items()}
+    long = {name: n for name, n in counts.items() if n > MOST_LINES}
+    assert {name: n for name, n in long.items() if name not in LONG} == {}
 
 
 def test_packages_import_only_from_floors_above() -> None:

@@ -1,4 +1,7 @@
-"""From a traced step and the shardings of its arguments to a plan. Touches no arrays.
+"""The rounds in which the shardings of a program's values are found.
+
+In: a traced step, the shardings of its arguments, and those that its results must have.
+Out: its plan, before any schedule pass. Touches no arrays.
 
 Each round goes forward, deciding every node from its operands, then backward, noting
 what consumers prefer of each value and which unreduced values should be reduced where

@@ -1,4 +1,7 @@
-"""Names of accelerators in; devices to compile for, and their public figures, out.
+"""Devices of accelerators that are not there, to compile for.
+
+In: a target's name, such as `h100:8`. Out: its devices, a mesh of them, or its figures
+(see `_data_sheets`).
 
 XLA's GPU and TPU compilers run on a machine without a GPU or a TPU. They need the
 packages of `pip install -e '.[aot]'`, in the versions that belong to the installed
