@@ -182,11 +182,16 @@ def _known(device: Any, options: Iterable[Option]) -> dict[str, Any]:
     return {}
 
 
-@functools.cache
 def refusal(device: Any, options: Flags) -> str:
     """Why the compiler of `device` does not take these options, or `""`: tried on a
     program that returns zero. Troubles of another kind, such as no memory, are raised;
     they may have passed the next time."""
+    # True is 1 in Python, and not to a compiler.
+    return _tried(device, options, tuple(type(value) for _, value in options))
+
+
+@functools.cache
+def _tried(device: Any, options: Flags, kinds: tuple[type, ...]) -> str:
     one = jax.sharding.SingleDeviceSharding(device)
     with compat.at_top_level():
         lowered = jax.jit(lambda: jax.numpy.float32(0), out_shardings=one).lower()

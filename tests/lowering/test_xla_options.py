@@ -204,3 +204,12 @@ def test_the_report_shows_what_the_compiler_was_told(monkeypatch):
     assert f"\n  compiler option {LIMIT}=4\n" in str(report)
     monkeypatch.setenv("XLA_FLAGS", f"--{LIMIT}=1")
     assert step.on("h100:1x2x8", *args).compiler_options == (HIDING,)
+
+
+def test_numbers_and_flags_are_not_the_same_to_a_compiler():
+    """What it says of `True` is not said of 1, which Python takes for the same."""
+    device = jax.devices()[0]
+    assert refusal(device, (("xla_embed_ir_in_executable", True),)) == ""
+    number = refusal(device, (("xla_embed_ir_in_executable", 1),))
+    assert "'1' is not a valid bool value" in number
+    assert refusal(device, (("xla_embed_ir_in_executable", True),)) == ""
