@@ -7,13 +7,13 @@ meant. What is state is found as without a `shard_map`: in a trace on global sha
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import jax
 
 from shardfn._api.argument_leaves import Side, with_shape
-from shardfn._api.call_arguments import by_position
+from shardfn._api.call_arguments import by_position, parameter_names
 from shardfn._api.given_states import GivenStates, Stored
 from shardfn._api.local_types import check_same, check_split, same_over
 from shardfn._api.plain_step import PlainStep
@@ -22,6 +22,7 @@ from shardfn._core.call_arguments import Position, Rest, StateArguments, by_plac
 from shardfn._core.errors import ShardingError, called, step_name
 from shardfn._core.leaves import Leaf
 from shardfn._core.limits import LOCAL_READINGS
+from shardfn._core.recent import Recent
 from shardfn._core.sharding import Axes, Sharding, axes_of
 from shardfn.storage._leaves import leaves_of
 
@@ -47,7 +48,7 @@ def local_call(
     named: Mapping[str, Any],
     states: GivenStates,
     axes: Axes,
-    found: dict[Any, StateArguments],
+    found: Recent[Any, StateArguments],
 ) -> LocalCall:
     """Both sides of a call.
 
@@ -74,7 +75,8 @@ def local_call(
         if key not in found:
             found[key] = search.found()
         meaning = found[key]
-    return search.call(meaning)
+    names = tuple(parameter_names(plain.step))
+    return search.call(replace(meaning, parameters=names))
 
 
 def unknown_state(
@@ -147,17 +149,16 @@ class _Search:
         found: set[Position] = set()
         for places in _subsets(candidates):
             try:
-                avals = self._avals(places)
-                if avals is None:
-                    continue
-                meaning = self.plain.find(avals, self.axes, None)
+                leaves = self._leaves(places)
+                treedef = jax.tree.structure(self.args)
+                meaning = self.plain.find(leaves, treedef, self.axes, None)
             except ShardingError as error:
                 errors.append(error)
                 continue
             if meaning is not None:
                 found.update(meaning.arguments)
                 if set(meaning.arguments) <= set(places):
-                    fits[_types(avals)] = _Reading(avals, places, meaning)
+                    fits[_types(leaves)] = _Reading(leaves, places, meaning)
         if len(fits) > 1:
             self._refuse(*itertools.islice(fits.values(), 2))
         if fits:
@@ -188,22 +189,26 @@ class _Search:
             arrays,
         )
 
-    def _avals(self, places: Sequence[Position]) -> tuple[Any, ...] | None:
-        """The arguments on the shapes that they have if these are state; None if they
-        are of classes that take no abstract values."""
+    def _leaves(self, places: Sequence[Position]) -> list[Leaf]:
+        """The leaves of all arguments, on the shapes that they have if these are
+        state."""
         guess = StateArguments(tuple(places))
         states, batch = self.plain.divided(self.args, guess)
         leaves, _ = self._states(states, guess.arguments)
         rows, _ = self._batch(batch, leaves, jax.tree.structure(states))
-        known, rest, avals = iter(leaves), iter(rows), []
-        given = by_place(self.args)
-        for place in sorted(given, key=lambda p: (isinstance(p, str), p)):
+        known, rest, out = iter(leaves), iter(rows), []
+        for place, argument in self._in_order():
             of = known if place in places else rest
-            avals += [next(of).aval for _ in jax.tree.leaves(given[place])]
-        try:
-            return jax.tree.unflatten(jax.tree.structure(self.args), avals)
-        except Exception:  # of a class of the user's
-            return None
+            out += [next(of) for _ in jax.tree.leaves(argument)]
+        local, _ = leaves_of(self.args, "argument")
+        return [
+            replace(own, aval=leaf.aval) for own, leaf in zip(local, out, strict=True)
+        ]
+
+    def _in_order(self) -> list[tuple[Position, Any]]:
+        """The arguments in the order of their leaves."""
+        given = by_place(self.args).items()
+        return sorted(given, key=lambda item: (isinstance(item[0], str), item[0]))
 
     def _states(
         self, states: Sequence[Any], places: Sequence[Position]
@@ -240,7 +245,7 @@ class _Search:
         self, batch: Rest, states: Sequence[Leaf], treedef: Any
     ) -> tuple[tuple[Leaf, ...], tuple[Sharding, ...]]:
         """The batch's leaves on global shapes, and how they are split."""
-        local, _ = leaves_of(tuple(batch), "batch")
+        local, _ = leaves_of(batch, "batch")
         same = [same_over(x, self.axes) for x in jax.tree.leaves(batch)]
         split = self.plain.split(batch, local, self.axes, (states, treedef), same)
         leaves = []
@@ -254,13 +259,15 @@ class _Search:
 
     def _refuse(self, one: "_Reading", other: "_Reading") -> NoReturn:
         """Raises for a call that can be read in two ways."""
-        first, second = by_place(one.avals), by_place(other.avals)
-        lines = "".join(
-            f"  argument {p} ('{self.plain.name(p)}') may be the shards of a state of "
-            f"shapes {_shapes(x)}, or rows of {_shapes(y)}\n"
-            for p, x, y in ((p, first[p], second[p]) for p in first)
-            if _shapes(x) != _shapes(y)
-        )
+        first, second, lines = iter(one.leaves), iter(other.leaves), ""
+        for p, argument in self._in_order():
+            count = range(len(jax.tree.leaves(argument)))
+            x, y = ([next(of).aval.shape for _ in count] for of in (first, second))
+            if x != y:
+                lines += (
+                    f"  argument {p} ('{self.plain.name(p)}') may be the shards of a "
+                    f"state of shapes {x}, or rows of {y}\n"
+                )
         raise ShardingError(
             f"it cannot be told which arguments of {step_name()} are its state.\n"
             f"{lines}{called()}"
@@ -274,22 +281,18 @@ class _Reading:
     """What the arguments of a call may be.
 
     Attributes:
-      avals: the arguments on whole shapes.
+      leaves: the leaves of all arguments, on whole shapes.
       places: those whose shapes are those of states that the step was given.
       meaning: which of them are state, as a trace on these shapes says.
     """
 
-    avals: tuple[Any, ...]
+    leaves: list[Leaf]
     places: tuple[Position, ...]
     meaning: StateArguments
 
 
-def _types(avals: Any) -> Any:
-    return tuple((x.shape, x.dtype) for x in jax.tree.leaves(avals))
-
-
-def _shapes(avals: Any) -> list[tuple[int, ...]]:
-    return [x.shape for x in jax.tree.leaves(avals)]
+def _types(leaves: Sequence[Leaf]) -> Any:
+    return tuple((x.aval.shape, x.aval.dtype) for x in leaves)
 
 
 def _subsets(places: Sequence[Position]) -> list[tuple[Position, ...]]:

@@ -31,6 +31,8 @@ from shardfn._api.planner import plan_init
 from shardfn._core import compat
 from shardfn._core.call_arguments import StateArguments
 from shardfn._core.errors import ShardingError, called, names_step, step_name
+from shardfn._core.limits import BATCH_KINDS
+from shardfn._core.recent import Recent
 from shardfn._core.resharding import reshard_path
 from shardfn._core.sharding import (
     Axes,
@@ -64,7 +66,9 @@ class LocalStep(Generic[P, R]):
     names: tuple[str, ...]
     options: Mapping[str, Any]
     _given: GivenStates = field(default_factory=GivenStates)
-    _found: dict[Any, StateArguments] = field(default_factory=dict)
+    _found: Recent[Any, StateArguments] = field(
+        default_factory=lambda: Recent(BATCH_KINDS)
+    )
     _bound: Known = field(default_factory=dict, repr=False)
     _owner: Any = None
 
@@ -213,7 +217,7 @@ class LocalStep(Generic[P, R]):
           LocalStep(<lambda> over data)
         """
         given = self._given.only(states)
-        step = replace(self, _given=given, _found={}, _bound={})
+        step = replace(self, _given=given, _found=Recent(BATCH_KINDS), _bound={})
         functools.update_wrapper(step, self, updated=())
         return step
 

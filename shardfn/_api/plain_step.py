@@ -40,6 +40,7 @@ from shardfn._core.limits import BATCH_KINDS
 from shardfn._core.recent import Recent
 from shardfn._core.sharding import Axes, Sharding
 from shardfn._lowering.planned_program import Planned
+from shardfn._trace.containers import classes_closed, closed_inside
 from shardfn._trace.state_arguments import find_state
 from shardfn._trace.trace_step import Trace, trace, trace_once
 from shardfn.storage._layout import layouts
@@ -60,7 +61,7 @@ class PlainStep:
       batch_spec: prefix pytree of PartitionSpecs of the batch, or None.
       control: what is asked of the moves of state leaves.
       plans: planned steps by structure, shapes and configuration of JAX.
-      found: what arguments of a structure are, as far as it had to be found.
+      found: what arguments of some types are, as far as it had to be found.
       traces: the trace that found it, until it is planned.
       keys: which leaves of a batch are raw PRNG keys, by types; None if not known.
     """
@@ -95,14 +96,17 @@ class PlainStep:
         names = tuple(parameter_names(self.step))
         if self.state_argnums is not None:
             return StateArguments(self.state_argnums, by_hand=True, parameters=names)
-        treedef = jax.tree.structure(args)
-        if treedef not in self.found:
-            found = self.find(args, axes, mesh)
+        try:
+            leaves, treedef = leaves_of(args, "argument")
+        except ShardingError:  # a leaf that is no array, which planning reports
+            return StateArguments(parameters=names)
+        key = _key([leaf.aval for leaf in leaves], treedef, axes, mesh)
+        if key not in self.found:
+            found = self.find(leaves, treedef, axes, mesh)
             if found is None:  # whatever is wrong with this call is that of no other
-                notes = () if _take_avals(args) else (_CLOSED,)
-                return StateArguments(notes=notes, hints=notes, parameters=names)
-            self.found[treedef] = replace(found, parameters=names)
-        return self.found[treedef]
+                return StateArguments(parameters=names)
+            self.found[key] = replace(found, parameters=names)
+        return self.found[key]
 
     def partition(self, leaves: Sequence[Leaf], axes: Axes) -> tuple[Sharding, ...]:
         """How the leaves of a state are stored."""
@@ -159,18 +163,29 @@ class PlainStep:
 
     def traced(
         self,
-        args: tuple[Any, ...],
+        leaves: Sequence[Leaf],
+        treedef: Any,
         axes: Axes,
         mesh: jax.sharding.AbstractMesh | None,
     ) -> tuple[tuple[Any, ...], Trace] | None:
         """Abstract arguments, and the trace of the step on them, which is kept until
-        the step is planned; None where it cannot be traced."""
+        the step is planned; None where it cannot be traced. Classes that take no
+        abstract values are closed in it, and it is not kept.
+
+        Args:
+          leaves: those of all arguments.
+          treedef: structure of the tuple of them.
+          axes: the mesh axes.
+          mesh: the mesh as the caller made it.
+        """
+        types = [leaf.aval for leaf in leaves]
         try:
-            leaves, treedef = leaves_of(args, "argument")
-            avals = jax.tree.unflatten(treedef, [leaf.aval for leaf in leaves])
-        except Exception:  # of a class of the user's, or a leaf that is no array
-            return None
-        key = _key(avals)
+            avals = jax.tree.unflatten(treedef, types)
+        except Exception:  # of a class of the user's
+            avals = closed_inside(treedef, leaves)
+            made = trace_once(classes_closed(self.call_with), avals, axes, mesh)
+            return None if made is None else (avals, made)
+        key = _key(types, treedef, axes, mesh)
         made = self.traces.get(key) or trace_once(self.call_with, avals, axes, mesh)
         if made is None:
             return None
@@ -180,14 +195,15 @@ class PlainStep:
 
     def find(
         self,
-        args: tuple[Any, ...],
+        leaves: Sequence[Leaf],
+        treedef: Any,
         axes: Axes,
         mesh: jax.sharding.AbstractMesh | None,
     ) -> StateArguments | None:
         """Traces the step to find which arguments come back. None where it cannot be
         traced: the first is taken for the state then, and planning says what is
         wrong."""
-        found = self.traced(args, axes, mesh)
+        found = self.traced(leaves, treedef, axes, mesh)
         if found is None:
             return None
         avals, made = found
@@ -236,7 +252,8 @@ class PlainStep:
             known = None
             if self.traces:  # in containers that take abstract values
                 states, rest = state.opened, batch.opened
-                known = self.traces.pop(_key(rejoined(states, rest)), None)
+                types, structure = jax.tree.flatten(rejoined(states, rest))
+                known = self.traces.pop(_key(types, structure, axes, mesh), None)
             traced = trace(
                 self.call,
                 states,
@@ -267,27 +284,12 @@ class PlainStep:
         return self.plans[key]
 
 
-_CLOSED = (
-    "a class among the arguments converts its leaves when it is made, so which of them "
-    "are state is not looked for: the first is. Pass state_argnums if others are, too"
-)
-
-
-def _take_avals(args: tuple[Any, ...]) -> bool:
-    """Whether the containers of arguments, all arrays, take abstract ones."""
-    try:
-        leaves, treedef = leaves_of(args, "argument")
-    except ShardingError:  # a leaf that is no array, which is said elsewhere
-        return True
-    try:
-        jax.tree.unflatten(treedef, [leaf.aval for leaf in leaves])
-    except Exception:  # of a class of the user's
-        return False
-    return True
-
-
-def _key(args: tuple[Any, ...]) -> Hashable:
+def _key(
+    avals: Sequence[jax.ShapeDtypeStruct],
+    treedef: Any,
+    axes: Axes,
+    mesh: jax.sharding.AbstractMesh | None,
+) -> Hashable:
     """What a trace on such arguments depends on."""
-    leaves, treedef = jax.tree.flatten(args)
-    types = ((x.shape, x.dtype, x.weak_type) for x in leaves)
-    return treedef, tuple(types), compat.configuration()
+    types = ((x.shape, x.dtype, x.weak_type) for x in avals)
+    return treedef, tuple(types), axes, mesh, compat.configuration()

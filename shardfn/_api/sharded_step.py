@@ -22,12 +22,11 @@ from shardfn._api.state_methods import is_traced
 from shardfn._api.static_arguments import advises_binding
 from shardfn._core import compat
 from shardfn._core.call_arguments import Named, Rest
-from shardfn._core.errors import (
-    names_step,
-)
+from shardfn._core.errors import ShardingError, names_step
 from shardfn._core.limits import BATCH_KINDS
 from shardfn._core.recent import Recent
 from shardfn._trace.purity import leaked_tracer
+from shardfn.storage._leaves import leaves_of
 
 VERIFY = ("off", "warn", "error")
 
@@ -206,7 +205,10 @@ class ShardedStep(ReportMethods, Generic[P, R]):
         positional, named = call.arguments
         given = (*positional, Named(named)) if named else positional
         axes, mesh = self.storage.axes, self.storage.given.abstract_mesh
-        traced = plain.traced(given, axes, mesh)
+        try:
+            traced = plain.traced(*leaves_of(given, "argument"), axes, mesh)
+        except ShardingError:  # a leaf that is no array, which is said elsewhere
+            return None
         if traced is None:
             return None
         if call.comes_back(traced[1].out):

@@ -4,13 +4,19 @@ In: arguments as they were passed. Out: the state arguments and the others, and 
 places in what a step returns.
 """
 
+import contextlib
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.tree_util import DictKey, SequenceKey, tree_flatten_with_path
+from jax.tree_util import (
+    DictKey,
+    SequenceKey,
+    tree_flatten_with_path,
+    treedef_is_leaf,
+)
 
 from shardfn._core.limits import STATE_DEPTH
 
@@ -102,13 +108,56 @@ def parts(tree: Any, depth: int = STATE_DEPTH) -> list[tuple[Path, Any]]:
     return found
 
 
+def numbered(treedef: Any, numbers: Sequence[int]) -> Any:
+    """A pytree of numbers; classes that take arrays alone are lists of theirs."""
+    with contextlib.suppress(Exception):  # of a class of the user's
+        made = jax.tree.unflatten(treedef, numbers)
+        if all(type(x) is int for x in jax.tree.leaves(made)):
+            return made
+    return in_plain(treedef, numbers, lambda *of: list(of[1]))
+
+
+def in_plain(
+    treedef: Any,
+    leaves: Sequence[Any],
+    of_class: Callable[[Any, list[Any], int], Any],
+    depth: int = 0,
+) -> Any:
+    """A pytree in which plain containers stay, and others are what is made of them.
+
+    Args:
+      treedef: its structure.
+      leaves: its leaves.
+      of_class: makes something of the structure and the leaves of another container,
+        and of how deep it is.
+      depth: how deep the pytree is in another one.
+    """
+    if treedef_is_leaf(treedef):
+        return jax.tree.unflatten(treedef, leaves)
+    data, children, rest = treedef.node_data(), treedef.children(), iter(leaves)
+    if data is None or not is_plain(data[0]):
+        return of_class(treedef, list(leaves), depth)
+    each = ((x, [next(rest) for _ in range(x.num_leaves)]) for x in children)
+    made = [in_plain(x, own, of_class, depth + 1) for x, own in each]
+    kind, keys = data
+    if issubclass(kind, dict):
+        return kind(zip(keys, made, strict=True))
+    return kind(*made) if hasattr(kind, "_fields") else kind(made)
+
+
+def is_plain(kind: type) -> bool:
+    """Whether a container takes any value as it is: those of Python, and our own."""
+    is_named = issubclass(kind, tuple) and hasattr(kind, "_fields")
+    return is_named or kind in (dict, list, tuple, Named)
+
+
 @functools.lru_cache(maxsize=64)
 def new_leaves(out_tree: Any, meaning: StateArguments) -> tuple[int, ...]:
     """Which leaves of what the step returns are those of new states, in order."""
     if meaning.results is None and out_tree.num_nodes > 1:
         first = out_tree.children()[: len(meaning.arguments)]
         return tuple(range(sum(child.num_leaves for child in first)))
-    numbers = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
+    numbers = numbered(out_tree, range(out_tree.num_leaves))
     return tuple(jax.tree.leaves([part(numbers, path) for path in meaning.places]))
 
 

@@ -10,8 +10,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.tree_util import GetAttrKey, tree_flatten_with_path, treedef_is_leaf
+from jax.tree_util import (
+    GetAttrKey,
+    tree_flatten_with_path,
+    treedef_is_leaf,
+)
 
+from shardfn._core.call_arguments import in_plain, is_plain
 from shardfn._core.leaves import Leaf, path_name
 
 
@@ -74,15 +79,60 @@ def close_avals(leaves: Sequence[Leaf], treedef: Any) -> tuple[Any, ...]:
     return tuple(out)
 
 
+def closed_inside(treedef: Any, leaves: Sequence[Leaf], start: int = 0) -> Any:
+    """A pytree without values, in which plain containers stay, and others are closed.
+
+    Args:
+      treedef: its structure.
+      leaves: its leaves.
+      start: how many keys of their paths lead to it.
+    """
+
+    def close_class(treedef: Any, own: list[int], depth: int) -> Closed:
+        names = tuple(path_name(leaves[i].path[start + depth :]) for i in own)
+        return Closed([leaves[i].aval for i in own], names, treedef)
+
+    made = in_plain(treedef, range(len(leaves)), close_class)
+    return jax.tree.map(
+        lambda x: x if isinstance(x, Closed) else leaves[x].aval, made, is_leaf=_is
+    )
+
+
+def close_inside(tree: Any) -> Any:
+    """A pytree in which plain containers stay, and others are closed."""
+    return jax.tree.map(close, tree, is_leaf=lambda x: not is_plain(type(x)))
+
+
+def opened_inside(tree: Any) -> Any:
+    """The pytree of which classes are closed."""
+    return jax.tree.map(opened, tree, is_leaf=_is)
+
+
+def _is(tree: Any) -> bool:
+    return isinstance(tree, Closed)
+
+
+def classes_closed(step: Callable[..., Any]) -> Callable[..., Any]:
+    """`step` on arguments of which classes are closed, as in what it returns."""
+
+    def run(*args: Any) -> Any:
+        return close_inside(step(*opened_inside(args)))
+
+    return run
+
+
 def on_closed(
-    step: Callable[..., Any], structures: list[Any]
+    step: Callable[..., Any], structures: list[Any], inside: bool = False
 ) -> Callable[[tuple[Any, ...], tuple[Any, ...]], Any]:
-    """`step` on closed states and batch; its results are closed one by one, and the
-    structure of what it really returned is added to `structures`."""
+    """`step` on closed states and batch; its results are closed one by one, or the
+    classes `inside` them are, and the structure of what it really returned is added to
+    `structures`."""
 
     def run(states: tuple[Any, ...], batch: tuple[Any, ...]) -> Any:
         out = step(tuple(map(opened, states)), tuple(map(opened, batch)))
         structures.append(jax.tree.structure(out))
+        if inside:
+            return close_inside(out)
         if isinstance(out, tuple | list):
             return tuple(map(close, out))
         return close(out)

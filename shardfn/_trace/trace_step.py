@@ -14,10 +14,12 @@ import numpy as np
 
 from shardfn._core import compat
 from shardfn._core.call_arguments import (
+    NamedStates,
     Rest,
     StateArguments,
     by_place,
     new_leaves,
+    numbered,
     part,
     rejoined,
 )
@@ -28,7 +30,7 @@ from shardfn._core.errors import (
 from shardfn._core.leaves import Leaf
 from shardfn._core.program import Program
 from shardfn._core.sharding import Axes, Sharding
-from shardfn._trace.containers import close, on_closed, opened
+from shardfn._trace.containers import Closed, close, closed_inside, on_closed, opened
 from shardfn._trace.global_or_per_device import jaxpr_of
 from shardfn._trace.inner_shard_map import on_whole_arrays
 from shardfn._trace.jaxpr_to_program import make_program
@@ -176,7 +178,11 @@ def trace(
     is_set = jax.sharding.get_abstract_mesh()
     if known is None:
         structures: list[Any] = []
-        run = on_closed(lambda old, rest: step(old, Rest(rest, meaning)), structures)
+        run = on_closed(
+            lambda old, rest: step(old, Rest(rest, meaning)),
+            structures,
+            inside=meaning.results is not None,
+        )
         closed = tuple(map(close, states)), Rest([*map(close, batch)], meaning)
         try:
             with compat.at_top_level():
@@ -192,11 +198,13 @@ def trace(
         except jax.errors.UnexpectedTracerError as error:
             raise leaked_tracer() from error
         given = range(len(jax.tree.leaves((states, batch))))
-        if meaning.results is None:
-            states = closed[0]
-        else:  # found in these containers, so they take abstract values
-            states = tuple(map(opened, states))
-            known.out = jax.tree.unflatten(out_tree, jax.tree.leaves(out))
+        states = closed[0]
+        if meaning.results is not None:  # inside of what comes back
+            try:
+                known.out = jax.tree.unflatten(out_tree, jax.tree.leaves(out))
+                states = tuple(map(opened, states))
+            except Exception:  # of a class of the user's
+                states = _states_inside(states, leaves)
     else:
         out_tree = jax.tree.structure(known.out)
         given = _order_given(states, batch)
@@ -212,6 +220,18 @@ def trace(
     )
 
 
+def _states_inside(states: tuple[Any, ...], leaves: Sequence[Leaf]) -> tuple[Any, ...]:
+    """States that are closed, in plain containers; classes in them stay closed."""
+    start, rest, made = int(len(states) > 1), iter(leaves), []
+    for state in states:
+        own = [next(rest) for _ in jax.tree.leaves(state)]
+        tree = state.treedef if isinstance(state, Closed) else jax.tree.structure(state)
+        made.append(closed_inside(tree, own, start))
+    if isinstance(states, NamedStates):
+        return NamedStates(states.names, made)
+    return tuple(made)
+
+
 def _cache_leaves(
     states: Sequence[Any], batch: Rest, out_tree: Any, order: Sequence[int | None]
 ) -> tuple[tuple[int, int], ...]:
@@ -221,7 +241,7 @@ def _cache_leaves(
     leaves, treedef = jax.tree.flatten((states, batch))
     given = by_place(rejoined(*jax.tree.unflatten(treedef, range(len(leaves)))))
     outputs = {leaf: j for j, leaf in enumerate(order)}
-    made = jax.tree.unflatten(out_tree, map(outputs.get, range(out_tree.num_leaves)))
+    made = numbered(out_tree, [outputs[i] for i in range(out_tree.num_leaves)])
     return tuple(
         (j, i)
         for place, path in batch.meaning.caches

@@ -3,6 +3,7 @@ what they are comes from the states that the step was given, a trace, and types;
 error that shows what it could be.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -49,6 +50,17 @@ def assert_same(got: Any, expected: Any) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Converted:
+    """Takes arrays alone."""
+
+    w: Any
+
+    def __post_init__(self) -> None:
+        self.w = jnp.asarray(self.w)
+
+
 # Steps, with the positions of their state
 
 
@@ -71,6 +83,11 @@ def teacher(params, x, fixed):
     return jax.tree.map(lambda w, g: w - g / 8, params, grads), distance(params)
 
 
+def of_class(x, model):
+    loss, params = batch_first(x, {"w": model.w})
+    return loss, Converted(params["w"])
+
+
 def by_name(params, *, opt, x):
     params, opt, loss = params_and_moments(params, opt, x)
     return {"loss": loss, "opt": opt, "params": params}
@@ -79,6 +96,7 @@ def by_name(params, *, opt, x):
 FOUND = {
     "two states": (params_and_moments, (WIDE, TX.init(WIDE), X), {}, (0, 1)),
     "a state behind the batch": (batch_first, (X, WIDE), {}, (1,)),
+    "a class that takes arrays alone": (of_class, (X, Converted(WIDE["w"])), {}, (1,)),
     "a teacher": (teacher, (WIDE, X, jax.tree.map(jnp.cos, WIDE)), {}, (0, 2)),
     "a state by name": (by_name, (WIDE,), {"opt": TX.init(WIDE), "x": X}, (0, "opt")),
 }
@@ -216,7 +234,7 @@ def test_what_differs_between_devices_is_not_taken_for_the_same() -> None:
         return local(local.shard(state), x, key)
 
     message = traced(run, LONG, X, specs=(P(), P("data")))
-    assert "batch leaf '1' differs between devices of mesh axis 'data'" in message
+    assert "batch leaf 'key' differs between devices of mesh axis 'data'" in message
     assert "let the step make of it what differs" in message
     tiny = given({"w": jnp.ones((2, 2))})
     message = traced(tiny, LONG, X, specs=(P("data"), P("data")))

@@ -274,13 +274,34 @@ FIRST = [
 ]
 
 
-def test_classes_that_take_arrays_alone_are_not_looked_into() -> None:
-    def step(s, x):
-        return jax.tree.map(lambda a: a + x.mean(), s), 0.0
+def shifted(s, x):
+    return jax.tree.map(lambda a: a + x.mean(), s)
 
-    found = meaning(step, Converted(ones(16, 8)), X)
-    assert shown(found) == "0<-0"
-    assert "converts its leaves when it is made" in found.hints[0]
+
+@pytest.mark.parametrize(
+    "step, args, what",
+    [
+        (lambda s, x: (shifted(s, x), 0.0), (Converted(ones(16, 8)), X), "0<-0"),
+        (lambda x, s: (0.0, shifted(s, x)), (X, Converted(ones(16, 8))), "1<-1"),
+        (
+            lambda x, s: {"loss": 0.0, "new": {"model": shifted(s, x)}},
+            (X, Converted(ones(16, 8))),
+            "1<-new.model",
+        ),
+        (
+            lambda s, x, t: (0.0, shifted(s, x), {"t": shifted(t["t"], x)}),
+            (Converted(ones(16, 8)), X, {"t": Converted(ones(4, 4))}),
+            "0<-1 2<-2",
+        ),
+    ],
+)
+def test_classes_that_take_arrays_alone(step, args, what) -> None:
+    assert shown(meaning(step, *args)) == what
+    sharded = shardfn.fully_shard(step, jax.make_mesh((8,), ("data",)), min_size=8)
+    expected, got = jax.jit(step)(*args), sharded(*args)
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b)
 
 
 @pytest.mark.parametrize(
