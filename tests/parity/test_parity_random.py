@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from sharded_and_plain import make_mesh
+from tiers import exhaustively
 
 import shardfn
 
@@ -36,7 +37,9 @@ def raw(seed: int) -> jax.Array:
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("mesh", ["1", "2", "4", "8", "2x4", "8-auto"])
+@pytest.mark.parametrize(
+    "mesh", ["2", "8", "2x4", "8-auto", exhaustively("1"), exhaustively("4")]
+)
 @pytest.mark.parametrize("make_key", [jax.random.key, raw])
 def test_bits_do_not_depend_on_devices(make_key, mesh: str) -> None:
     state = {"w": jnp.zeros((17, 9)), "key": make_key(1)}
