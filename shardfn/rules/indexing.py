@@ -5,6 +5,7 @@ or written in full mapped, indexed ones whole, and the dimensions of the index a
 mapped (gather, batching dimensions) or reduced (scatter).
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -124,36 +125,78 @@ def _fill_is_linear(eqn: JaxprEqn) -> bool:
     return fill == 0 or bool(np.isnan(fill))
 
 
-@register_rule(*primitives("scatter-add", "scatter-sub"))
+def _scatter_local(op: LocalOp, *operands: jax.Array) -> Sequence[jax.Array]:
+    """Each device writes what lies in its block, and drops the rest.
+
+    Indices of fewer than 32 bits are widened: XLA writes a single row at one of uint8
+    above 127 as if it were of int8.
+    """
+    x, indices, updates = operands
+    if indices.dtype.itemsize < np.dtype(np.int32).itemsize:
+        indices = indices.astype(np.int32)
+    numbers = op.eqn.params["dimension_numbers"]
+    looked_up = numbers.scatter_dims_to_operand_dims
+    starts = [op.start(op.rule.operands[0][d][0]) for d in looked_up]
+    if all(isinstance(start, int) for start in starts):
+        return op.bind(x, indices, updates)
+    clamps = "CLIP" in op.eqn.params["mode"].name
+    shape = shape_of(op.eqn)
+    windows = _window_sizes(op.eqn)
+    columns = []
+    for k, (d, start) in enumerate(zip(looked_up, starts, strict=True)):
+        column = indices[..., k]
+        if clamps:
+            column = clamped(column, shape[d] - windows[d])
+        else:
+            column = _in_bounds(column, shape[d])
+        columns.append(column - start)
+    mode = jax.lax.GatherScatterMode.FILL_OR_DROP
+    return op.bind(x, jnp.stack(columns, axis=-1), updates, mode=mode)
+
+
+def _in_bounds(index: jax.Array, size: int) -> jax.Array:
+    """An index as int32, far below zero if it is not one of `size` elements: what a
+    device has in front of its block is less, so it is written nowhere."""
+    largest = int(jnp.iinfo(index.dtype).max)
+    inside = index >= 0
+    if size <= largest:
+        inside &= index < jnp.asarray(size, index.dtype)
+    return jnp.where(inside, index.astype(jnp.int32), jnp.iinfo(jnp.int32).min // 2)
+
+
+_scatter_rule = functools.partial(register_rule, local=_scatter_local)
+
+
+@_scatter_rule(*primitives("scatter-add", "scatter-sub"))
 def _scatter_add(eqn: JaxprEqn) -> OpShardingRule:
-    """`a b, c d, c b -> a b  reduce={c}  whole={a, d}`, as in `x.at[i].add(rows)`."""
+    """`a b, c d, c b -> a b  reduce={c}  whole={d}`, as in `x.at[i].add(rows)`."""
     return _scatter(eqn, "sum", [[0, 2]])
 
 
-@register_rule(*primitives("scatter-max"))
+@_scatter_rule(*primitives("scatter-max"))
 def _scatter_max(eqn: JaxprEqn) -> OpShardingRule:
-    """`a b, c d, c b -> a b  reduce={c:max}  whole={a, d}`."""
+    """`a b, c d, c b -> a b  reduce={c:max}  whole={d}`."""
     return _scatter(eqn, _unless_complex(eqn, "max"))
 
 
-@register_rule(*primitives("scatter-min"))
+@_scatter_rule(*primitives("scatter-min"))
 def _scatter_min(eqn: JaxprEqn) -> OpShardingRule:
-    """`a b, c d, c b -> a b  reduce={c:min}  whole={a, d}`."""
+    """`a b, c d, c b -> a b  reduce={c:min}  whole={d}`."""
     return _scatter(eqn, _unless_complex(eqn, "min"))
 
 
-@register_rule(*primitives("scatter-mul"))
+@_scatter_rule(*primitives("scatter-mul"))
 def _scatter_mul(eqn: JaxprEqn) -> OpShardingRule:
-    """`a b, c d, c b -> a b  whole={a, c, d}`, linear in the operand.
+    """`a b, c d, c b -> a b  whole={c, d}`, linear in the operand.
 
     Products of blocks would each hold the operand once.
     """
     return _scatter(eqn, None, [[0]])
 
 
-@register_rule(*primitives("scatter"))
+@_scatter_rule(*primitives("scatter"))
 def _scatter_overwrite(eqn: JaxprEqn) -> OpShardingRule:
-    """`a b, c d, c b -> a b  whole={a, c, d}`.
+    """`a b, c d, c b -> a b  whole={c, d}`.
 
     Where an index repeats, each device may pick another winner: then not linear. Nor
     is `x.at[i].apply(f)`, which is a scatter that computes `f` of the operand.
@@ -195,13 +238,14 @@ def _scatter(
     indices = _indices(shape_of(eqn, 1), names, batching)
     whole = {indices[-1]}
     windows = []
-    window_sizes = iter(update_shape[d] for d in numbers.update_window_dims)
+    window_sizes = _window_sizes(eqn)
     for d, size in enumerate(shape_of(eqn)):
         if d in numbers.operand_batching_dims:
             continue
         if d in numbers.inserted_window_dims:
-            whole.add(operand[d])
-        elif next(window_sizes) == size:
+            if d not in numbers.scatter_dims_to_operand_dims:
+                whole.add(operand[d])
+        elif window_sizes[d] == size:
             windows.append(operand[d])
         else:
             windows.append(next(names))
@@ -219,3 +263,11 @@ def _scatter(
         whole=whole if reducer else whole | set(batch),
         linear=linear,
     )
+
+
+def _window_sizes(eqn: JaxprEqn) -> list[int]:
+    """Size of the window that is written, in each dimension of the operand."""
+    numbers = eqn.params["dimension_numbers"]
+    sizes = iter(shape_of(eqn, 2)[d] for d in numbers.update_window_dims)
+    single = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    return [1 if d in single else next(sizes) for d in range(len(shape_of(eqn)))]
