@@ -95,7 +95,7 @@ def plan_traced(
     for j, i in traced.caches:
         required[j] = inputs[i]
     autos = [leaf.auto or () for leaf in state]
-    program, body = plan_jaxpr(
+    made = plan_jaxpr(
         traced.jaxpr,
         inputs,
         required,
@@ -111,14 +111,25 @@ def plan_traced(
         ),
         observe=dumping(axes),
     )
-    unused = _unused_axes(program, state, axes)
+    unused = _unused_axes(made.program, state, axes)
     notes = (
         *traced.meaning.notes,
         *_nothing_sharded(state, stored, axes, min_size),
+        *made.stationary.notes,
         *(f"mesh axis {n}={size} is left to XLA, unused" for n, size in unused),
     )
     return Planned(
-        traced, program, body, state, stored, axes, asked, notes, unused, min_size
+        traced,
+        made.program,
+        made.body,
+        state,
+        stored,
+        axes,
+        asked,
+        notes,
+        unused,
+        min_size,
+        made.stationary,
     )
 
 
@@ -188,8 +199,8 @@ def plan_init(
     """
     jaxpr = compat.without_refs(jax.make_jaxpr(init_fn)(*args))
     inputs = [axes.replicated] * len(jaxpr.in_avals)
-    program, body = plan_jaxpr(jaxpr, inputs, stored, axes)
-    return lambda *leaves: emit(program, body, leaves, axes)
+    made = plan_jaxpr(jaxpr, inputs, stored, axes)
+    return lambda *leaves: emit(made.program, made.body, leaves, axes)
 
 
 def describe(planned: Planned, *, fingerprint: bool = True) -> Plan:
@@ -224,7 +235,11 @@ def _layouts(planned: Planned) -> list[tuple[Sharding, str]]:
         [leaf.auto for leaf in planned.state],
         planned.control,
     )
-    texts = ("; ".join(text.format(*n) for text, n in why) for _, why in found)
+    texts = []
+    for leaf, (_, why) in zip(planned.state, found, strict=True):
+        each = [text.format(*n) for text, n in why]
+        each += filter(None, [planned.stationary.why(leaf_name(leaf.path))])
+        texts.append("; ".join(each))
     return list(zip(planned.stored, texts, strict=True))
 
 

@@ -16,7 +16,7 @@ import jax
 from shardfn._core.errors import ShardingError, call_site, called, cannot_be, listed
 from shardfn._core.leaf_options import LEAF_OPTIONS, LeafOptions
 from shardfn._core.limits import SHOWN_MATCHES
-from shardfn._core.option_values import Option
+from shardfn._core.option_values import Option, StoredAxis
 from shardfn._core.sharding import Axes
 
 Choices = tuple[tuple[str, Any], ...]
@@ -152,7 +152,7 @@ class Control:
     def check_axes(self, names: Sequence[str]) -> None:
         """Raises if a leaf is to be sharded over something else than `names`."""
         for over in self.asked("shard"):
-            for name in over or ():
+            for name in map(axis_of, over or ()):
                 if name not in names:
                     raise ShardingError(
                         f"shard={over} names mesh axis '{name}', but fully_shard was "
@@ -165,7 +165,8 @@ class Control:
     def __str__(self) -> str:
         lines = []
         for option, choices in self.choices:
-            each = (f"{v!r}" + f" for {p}" * (p != "*") for p, v in choices)
+            show = LEAF_OPTIONS[option].values.show
+            each = (show(v) + f" for {p}" * (p != "*") for p, v in choices)
             lines.append(f"{option}: {', '.join(each)}")
         return "\n".join(lines)
 
@@ -238,6 +239,11 @@ def matches(leaf: str, pattern: str) -> bool:
     """Whether `pattern` names the leaf, or a subtree that it lies in."""
     whole = fnmatch.fnmatchcase(leaf, pattern)
     return whole or fnmatch.fnmatchcase(leaf, f"{pattern}/*")
+
+
+def axis_of(entry: StoredAxis) -> str:
+    """The mesh axis of an entry of `shard`."""
+    return entry if isinstance(entry, str) else entry[0]
 
 
 def _by_pattern(option: Option, given: Any) -> Mapping[str, Any]:

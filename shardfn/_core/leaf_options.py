@@ -19,9 +19,11 @@ from shardfn._core.option_values import (
     DTYPE,
     PATTERNS,
     RESHARD,
+    STATIONARY,
     Accumulate,
     Option,
     ReshardAfterForward,
+    Stationary,
 )
 
 T = TypeVar("T")
@@ -55,6 +57,22 @@ class LeafOptions(TypedDict, total=False):
             between the two uses, so not for the last layer or the head; and within one
             pass, such as for a table that is tied to the head, only if what is kept
             would be more than a tenth of them.""",
+        ),
+    ]
+    stationary: Annotated[
+        PerLeaf[Stationary],
+        Option(
+            default="auto",
+            values=STATIONARY,
+            read_by=("_lowering.plan_jaxpr",),
+            doc="""Whether a parameter stays where it is stored and the activations that
+            meet it move to it, as in tensor parallelism, instead of the parameter being
+            gathered. True: yes, and its gradient is in no collective; activations, or
+            their sums, are gathered, exchanged and reduce-scattered around it. That is
+            less where they are smaller than the parameter: few rows, tables with few
+            lookups, decoding. False: no. "auto": if the whole step then sends a
+            tenth less, and at least 256 KiB per device. A leaf that is stored padded or
+            flattened is gathered in any case.""",
         ),
     ]
     gather_dtype: Annotated[
@@ -132,7 +150,7 @@ class LeafOptions(TypedDict, total=False):
         ),
     ]
     shard: Annotated[
-        PerLeaf[str | tuple[str, ...] | Literal[False] | None],
+        PerLeaf[str | tuple[str, ...] | Mapping[str, int] | Literal[False] | None],
         Option(
             default=None,
             values=AXES,
@@ -145,7 +163,8 @@ class LeafOptions(TypedDict, total=False):
             reduce-scattered, and new parameters all-gathered in their stored dtype
             (ZeRO-2, and with `accumulate="defer"` ZeRO-1). `{"params": "data",
             "opt_state": ("replica", "data")}` gathers over the one axis and updates
-            over both. `False` alone all-reduces whole gradients.""",
+            over both. `False` alone all-reduces whole gradients. `{"table": {"data":
+            -1}}` also asks for the dimension that is split.""",
         ),
     ]
     per_device_state: Annotated[

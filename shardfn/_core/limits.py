@@ -40,6 +40,20 @@ LOOP_BYTES = 2**26
 """What a loop may hold whole unless the user said otherwise, in bytes: the sums it
 carries unreduced and, by themselves, the weights that all of its iterations share."""
 
+# What stays
+
+STATIONARY_SHARE = 0.1
+"""The part of a step's bytes that has to be saved for leaves to stay where they are and
+what meets them to move: staying takes more collectives, each of which has a latency."""
+
+STATIONARY_BYTES = 2**18
+"""The bytes per device and step that have to be saved for the same: at 900 GB/s of an
+H100's links they take a third of a microsecond, less than one collective's latency."""
+
+STATIONARY_GROUPS = 8
+"""Groups of alike leaves that are tried each by itself; of more, all stay or none: each
+trial plans the step once more."""
+
 # When what is planned moves
 
 KEPT_SHARE = Fraction(1, 10)

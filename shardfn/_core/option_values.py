@@ -5,7 +5,7 @@ names the option, the value and what is allowed.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, get_args
 
@@ -15,6 +15,10 @@ from shardfn._core.errors import cannot_be
 
 ReshardAfterForward = bool | int | Literal["auto"]
 Accumulate = Literal["auto", "scatter", "defer"]
+StoredAxis = str | tuple[str, int]
+"""A mesh axis that a leaf is stored split over, and which dimension it is to split."""
+
+Stationary = bool | Literal["auto"]
 
 
 class NotAllowed(Exception):
@@ -29,11 +33,13 @@ class Values:
       allowed: what they are, in words.
       read: gives a value as readers get it, or raises `NotAllowed`.
       are_patterns: users pass a tuple of path patterns: of the leaves that have True.
+      show: writes a value as users do.
     """
 
     allowed: str
     read: Callable[[Any], Any]
     are_patterns: bool = False
+    show: Callable[[Any], str] = repr
 
     def of(self, option: str, value: Any) -> Any:
         """`value` as readers get it."""
@@ -85,13 +91,28 @@ def _floating(value: Any) -> str | None:
     return str(dtype)
 
 
-def _axes(value: Any) -> tuple[str, ...] | None:
-    names = (value,) if isinstance(value, str) else value
-    if names is None or names is False:
-        return None if names is None else ()
-    if not isinstance(names, tuple) or not all(isinstance(n, str) for n in names):
+def _axes(value: Any) -> tuple[StoredAxis, ...] | None:
+    if value is None or value is False:
+        return None if value is None else ()
+    if isinstance(value, Mapping):
+        value = tuple(value.items())
+    entries = (value,) if isinstance(value, str) else value
+    if not isinstance(entries, tuple) or not all(map(_is_axis, entries)):
         raise NotAllowed
-    return names
+    return entries
+
+
+def shown_axes(entries: tuple[StoredAxis, ...] | None) -> str:
+    """Mesh axes that a leaf is stored split over, as users write them."""
+    if entries and not any(isinstance(entry, str) for entry in entries):
+        return repr(dict(e for e in entries if not isinstance(e, str)))
+    return repr(entries or (None if entries is None else False))
+
+
+def _is_axis(entry: Any) -> bool:
+    if isinstance(entry, tuple) and len(entry) == 2:
+        return isinstance(entry[0], str) and type(entry[1]) is int
+    return isinstance(entry, str)
 
 
 def _count(value: Any) -> int:
@@ -100,11 +121,23 @@ def _count(value: Any) -> int:
     return value
 
 
+def _stationary(value: Any) -> bool | str:
+    if isinstance(value, bool) or (isinstance(value, str) and value == "auto"):
+        return value
+    raise NotAllowed
+
+
+STATIONARY = Values("True, False, 'auto'", _stationary)
 RESHARD = Values("True, False, 'auto', a number of devices", _reshard)
 DTYPE = Values("None or a floating-point dtype such as 'bfloat16'", _floating)
 ACCUMULATE = _one_of(Accumulate)
 COUNT = Values("an integer that is not negative", _count)
-AXES = Values("a mesh axis, a tuple of mesh axes, False or None", _axes)
+AXES = Values(
+    "a mesh axis, a tuple of mesh axes, a mapping from mesh axes to the dimensions "
+    "that they split, False or None",
+    _axes,
+    show=shown_axes,
+)
 PATTERNS = Values(
     "a tuple of path patterns: ('batch_stats/*',)", bool, are_patterns=True
 )

@@ -37,6 +37,8 @@ class Split:
       shift: the block begins so many rows before the device's own, around the ends.
       runs: 0, or: the dimension is so many equal runs, such as microbatches, and each
         device holds its block of every run.
+      stationary: True if the split comes from a leaf of the state that stays where it
+        is: what meets it moves.
     """
 
     dim: int
@@ -44,6 +46,7 @@ class Split:
     group: int = 0
     shift: int = 0
     runs: int = 0
+    stationary: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +130,11 @@ class Axes:
 def plain(split: Split) -> Split:
     """The same split in blocks as they lie: neither shifted nor of several runs."""
     return replace(split, shift=0, runs=0) if split.shift or split.runs else split
+
+
+def of_dim(split: Split, dim: int) -> Split:
+    """A split of another dimension, from the same origin."""
+    return Split(dim, split.stored, stationary=split.stationary)
 
 
 def on_axis(sharding: Sharding, axis: int, state: AxisSharding) -> Sharding:

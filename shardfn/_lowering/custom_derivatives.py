@@ -164,8 +164,8 @@ class _Call:
         """Plans a plain function; results beyond `required` come in any sharding."""
         with compat.at_top_level():
             jaxpr = jax.make_jaxpr(run)(*map(compat.abstract, avals))
-        program, body = plan_jaxpr(jaxpr, inputs, required, self.axes)
-        return _Planned(program, body, self.axes, self.emit)
+        made = plan_jaxpr(jaxpr, inputs, required, self.axes)
+        return _Planned(made.program, made.body, self.axes, self.emit)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,15 @@ from typing import Any
 
 from shardfn._core.automatic_axes import AutoSplit
 from shardfn._core.control import NOTHING_ASKED, Control
+from shardfn._core.option_values import Stationary
 from shardfn._core.plan import BodyPlan
 from shardfn._core.program import Program, aval_of
 from shardfn._core.sharding import Axes, Sharding, stored_shape
 from shardfn._core.stages import Observer, unobserved
+from shardfn._lowering.choose_stationary import StationaryChoice, choose_stationary
 from shardfn._propagation.automatic_axes import split_automatically
 from shardfn._propagation.propagate import propagate
+from shardfn._propagation.stationary import can_stay, stationary
 from shardfn._schedule.pipeline import schedule
 from shardfn._schedule.widen_reductions import widen
 from shardfn._trace.jaxpr_to_program import make_program
@@ -41,6 +44,21 @@ class Meaning:
     program: Program | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class PlannedJaxpr:
+    """A planned function.
+
+    Attributes:
+      program: the function.
+      body: its plan.
+      stationary: which leaves of the state stay where they are, and why.
+    """
+
+    program: Program
+    body: BodyPlan
+    stationary: StationaryChoice
+
+
 def plan_jaxpr(
     jaxpr: Any,
     inputs: Sequence[Sharding],
@@ -51,14 +69,14 @@ def plan_jaxpr(
     control: Control = NOTHING_ASKED,
     meaning: Meaning | None = None,
     observe: Observer = unobserved,
-) -> tuple[Program, BodyPlan]:
+) -> PlannedJaxpr:
     """Plans a function of whole arrays, to be run on one device's blocks.
 
     Args:
       jaxpr: the function.
       inputs: shardings of its arguments.
       required: shardings that its first results must have, None for any; those after
-        them may have any.
+        them may have any. The first of both are the state's leaves.
       axes: the mesh axes.
       small: elements below which unreduced values are reduced as late as possible.
       control: what is asked of the moves of state leaves.
@@ -67,7 +85,7 @@ def plan_jaxpr(
       observe: is given the plan after propagation, and after each schedule pass.
 
     Returns:
-      The program, and its plan.
+      The program, its plan, and which leaves of the state stay where they are.
     """
     if meaning is not None:
         program = make_program(jaxpr, meaning.arguments, meaning.program)
@@ -76,18 +94,75 @@ def plan_jaxpr(
         program = make_program(jaxpr)
     free = [None] * (len(program.outputs) - len(required))
     fixed = [*required, *free]
-    body = propagate(program, inputs, fixed, axes, small, control)
-    even = _without_padding(program, body, fixed, axes) if meaning else fixed
-    wider = widen(program, body, control)
-    if wider is not program or even != fixed:
-        program = wider
-        body = propagate(program, inputs, even, axes, small, control)
+    planner = _Planner(program, inputs, fixed, axes, small, control, meaning)
+    made = planner.plan(frozenset())
+    choice = StationaryChoice()
     if meaning is not None:
-        body = split_automatically(
-            program, body, meaning.auto_inputs, meaning.auto_outputs
+        made, choice = choose_stationary(
+            made, planner.asked(True), planner.asked("auto"), axes, planner.plan
         )
-    observe("propagate", program, body)
-    return program, schedule(program, body, control, axes, observe)
+    if observe is not unobserved:
+        made = planner.plan(choice.all, observe)
+    return PlannedJaxpr(*made, choice)
+
+
+@dataclass(frozen=True, slots=True)
+class _Planner:
+    """Plans one program with some leaves of its state stationary; arguments as of
+    `plan_jaxpr`."""
+
+    program: Program
+    inputs: Sequence[Sharding]
+    required: Sequence[Sharding | None]
+    axes: Axes
+    small: int
+    control: Control
+    meaning: Meaning | None
+
+    def asked(self, stationary: Stationary) -> frozenset[str]:
+        """The names of the leaves of which `stationary` is asked."""
+        return frozenset(
+            name
+            for value, sharding in zip(self.program.inputs, self.inputs, strict=True)
+            if can_stay(self.program.avals[value], sharding, self.axes)
+            for name in self.program.leaf(value)
+            if self.control.of(name).stationary == stationary
+        )
+
+    def plan(
+        self, stays: frozenset[str], observe: Observer = unobserved
+    ) -> tuple[Program, BodyPlan]:
+        """The program, and its plan with these leaves staying."""
+        program, axes, control = self.program, self.axes, self.control
+        inputs, required = self.marked(stays)
+        body = propagate(program, inputs, required, axes, self.small, control)
+        even = required
+        if self.meaning is not None:
+            even = _without_padding(program, body, required, axes)
+        wider = widen(program, body, control)
+        if wider is not program or even != required:
+            program = wider
+            body = propagate(program, inputs, even, axes, self.small, control)
+        if self.meaning is not None:
+            body = split_automatically(
+                program, body, self.meaning.auto_inputs, self.meaning.auto_outputs
+            )
+        observe("propagate", program, body)
+        return program, schedule(program, body, control, axes, observe)
+
+    def marked(
+        self, stays: frozenset[str]
+    ) -> tuple[Sequence[Sharding], Sequence[Sharding | None]]:
+        """The shardings of arguments and results, those of these leaves marked."""
+        inputs, required = list(self.inputs), list(self.required)
+        for i, value in enumerate(self.program.inputs if stays else ()):
+            aval, sharding = self.program.avals[value], inputs[i]
+            named = not stays.isdisjoint(self.program.leaf(value))
+            if named and can_stay(aval, sharding, self.axes):
+                inputs[i] = stationary(sharding)
+                if required[i] == sharding:
+                    required[i] = inputs[i]
+        return inputs, required
 
 
 def _without_padding(

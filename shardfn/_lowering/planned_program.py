@@ -15,6 +15,7 @@ from shardfn._core.leaves import Leaf
 from shardfn._core.plan import BodyPlan
 from shardfn._core.program import Program, aval_of
 from shardfn._core.sharding import Axes, Sharding
+from shardfn._lowering.choose_stationary import StationaryChoice
 from shardfn._lowering.interpreter import emit
 from shardfn._trace.trace_step import Traced
 from shardfn.storage._padding import zero_padding
@@ -36,6 +37,7 @@ class Planned:
       notes: what people should know of its arguments and of the mesh.
       unused: mesh axes that nothing is split over, and their devices.
       min_size: leaves with fewer elements stay replicated.
+      stationary: which leaves of the state stay where they are, and why.
     """
 
     traced: Traced
@@ -48,6 +50,7 @@ class Planned:
     notes: tuple[str, ...] = ()
     unused: tuple[tuple[str, int], ...] = ()
     min_size: int = 0
+    stationary: StationaryChoice = StationaryChoice()
 
     @property
     def input_avals(self) -> list[Any]:

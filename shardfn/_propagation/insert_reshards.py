@@ -162,7 +162,9 @@ def _end(program: Program) -> Pass:
 def without_origin(sharding: Sharding) -> Sharding:
     """`sharding` without the note whether a split comes from the batch or the state."""
     return tuple(
-        replace(s, stored=False, group=0) if isinstance(s, Split) else s
+        replace(s, stored=False, group=0, stationary=False)
+        if isinstance(s, Split)
+        else s
         for s in sharding
     )
 

@@ -15,6 +15,7 @@ from shardfn._core.sharding import (
     Split,
     Unreduced,
     flat,
+    of_dim,
     on_axis,
 )
 from shardfn._propagation.batch_scans import RowLoop, row_loop
@@ -91,7 +92,7 @@ def _scanned(site: FlowSite, i: int) -> Sharding:
             continue
         state = on_axis(state, axis, None)
         for dim in range(1, len(shape)):
-            other = Split(dim, split.stored)
+            other = of_dim(split, dim)
             whole = shape[dim] % site.axes.sizes[axis] == 0
             if whole and can_split(shape, state, axis, other, site.axes):
                 state = on_axis(state, axis, other)
@@ -168,7 +169,7 @@ def _shift(state: Sharding, by: int) -> Sharding:
 
 
 def _shifted(split: Split, by: int) -> Split:
-    return Split(split.dim + (by if split.dim >= 0 else -by), split.stored)
+    return of_dim(split, split.dim + (by if split.dim >= 0 else -by))
 
 
 def _shift_preferences(preferences: Preferences, by: int) -> Preferences:

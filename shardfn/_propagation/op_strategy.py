@@ -5,13 +5,15 @@ Out: a `Decision`: the shardings it needs its operands in and makes its results 
 
 One factor per equation and mesh axis; factors of the batch beat factors of the stored
 state. That is fully sharded data parallelism: a parameter lacks the batch factor, so it
-is gathered; its gradient contracts the batch factor, so it is unreduced.
+is gathered; its gradient contracts the batch factor, so it is unreduced. Where an
+operand or a result belongs to a stationary leaf, the factor for which least moves beats
+the others (`least_moved`).
 """
 
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -34,10 +36,12 @@ from shardfn._core.sharding import (
     Split,
     Unreduced,
     flat,
+    of_dim,
     on_axis,
 )
 from shardfn._core.sizes import elements, nbytes
 from shardfn._propagation.preferences import Preferences
+from shardfn._propagation.stationary import Meeting, meets_stationary
 
 GROWN = Note(
     "propagate",
@@ -135,8 +139,31 @@ class OpSite:
 
     # Split operands
 
-    def choose(self, axis: int) -> tuple[str, bool] | None:
-        """The factor that `axis` splits and whether it is a stored one, or None."""
+    def choose(self, axis: int) -> tuple[str, Split] | None:
+        """The factor that `axis` splits, and a split of the same origin, or None."""
+        if meets_stationary(axis, self.states, self.preferences):
+            return self.least_moved(axis)
+        chosen = self.largest(axis)
+        return None if chosen is None else (chosen[0], Split(0, stored=chosen[1]))
+
+    def least_moved(self, axis: int) -> tuple[str, Split] | None:
+        """The same where a leaf is stationary."""
+        return Meeting(
+            self.rule,
+            self.operand_avals,
+            self.result_avals,
+            self.kinds,
+            [state[axis] for state in self.states],
+            [preferred[axis] for preferred in self.preferences],
+            self.axes.sizes[axis],
+            self.factor,
+            self.dim_of,
+            functools.partial(self.can_part, axis),
+        ).choose()
+
+    def largest(self, axis: int) -> tuple[str, bool] | None:
+        """The factor of the largest operands, of the batch before those of the state,
+        and whether it is a stored one, or None."""
         stored_factors: dict[str, int] = {}
         batch: dict[str, int] = {}
         can_part = functools.cache(functools.partial(self.can_part, axis))
@@ -268,20 +295,20 @@ class OpSite:
             *zip(self.rule.results, self.result_avals, self.results, strict=True),
         ]
 
-    def split(self, axis: int, factor: str, stored: bool) -> None:
+    def split(self, axis: int, factor: str, origin: Split) -> None:
         self.parts.append((factor, axis))
         for i, dims in enumerate(self.rule.operands):
             dim = self.dim_of(dims, factor)
             if dim is not None:
                 runs = self.runs(dims[dim], factor) if dim >= 0 else 0
-                block = Split(dim, stored, shift=self.shift(factor), runs=runs)
+                block = replace(origin, dim=dim, shift=self.shift(factor), runs=runs)
                 self.operands[i] = on_axis(self.operands[i], axis, block)
         for i in self.additive_partners(factor):
             self.operands[i] = on_axis(self.operands[i], axis, Unreduced())
         for j, dims in enumerate(self.rule.results):
             dim = self.dim_of(dims, factor)
             state = (
-                Unreduced(self.reducer(factor)) if dim is None else Split(dim, stored)
+                Unreduced(self.reducer(factor)) if dim is None else of_dim(origin, dim)
             )
             self.results[j] = on_axis(self.results[j], axis, state)
 

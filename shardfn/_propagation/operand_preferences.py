@@ -15,6 +15,7 @@ from shardfn._core.sharding import (
     Split,
     Unreduced,
     flat_start,
+    of_dim,
     plain,
 )
 from shardfn._propagation.op_strategy import Decision, filled_factors
@@ -81,4 +82,4 @@ def _through(
     if factor is None or not splittable(factor):
         return None
     dim = rule.dim_of(operand, factor)
-    return None if dim is None else Split(dim, preference.stored)
+    return None if dim is None else of_dim(preference, dim)

@@ -9,10 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 from shardfn._core.program import Node
-from shardfn._core.sharding import Axes, Sharding, Unreduced
+from shardfn._core.resharding import can_split
+from shardfn._core.sharding import Axes, Sharding, Split, Unreduced, on_axis
 from shardfn._propagation.op_strategy import Decision
 from shardfn._propagation.preferences import Preferences, reduced
 from shardfn._propagation.resplit_batch import resplit_batch
+from shardfn._propagation.stationary import is_stationary
 
 
 def reduce_at_producer(
@@ -40,11 +42,35 @@ def reduce_at_producer(
     """
     results = zip(decision.made, result_avals, preferences, now, strict=True)
     out = [_reduced(*result, axes) for result in results]
+    out = [
+        _scattered(*result, states, axes)
+        for result in zip(decision.made, out, result_avals, preferences, strict=True)
+    ]
     if node.kind == "op":
         out = resplit_batch(
             node.rule, decision.operands, states, out, result_avals, preferences, axes
         )
     return replace(decision, results=tuple(out))
+
+
+def _scattered(
+    made: Sharding,
+    done: Sharding,
+    aval: Any,
+    preferences: Preferences,
+    states: Sequence[Sharding],
+    axes: Axes,
+) -> Sharding:
+    """`done`, split along what was reduced whole although nobody prefers it so, if
+    terms of it come from a stationary leaf: they take the batch's place."""
+    for axis, (state, goal) in enumerate(zip(made, done, strict=True)):
+        is_whole = isinstance(state, Unreduced) and goal is None
+        if not is_whole or preferences[axis] or not is_stationary(axis, states):
+            continue
+        splits = (Split(dim) for dim in range(len(getattr(aval, "shape", ()))))
+        can = (s for s in splits if can_split(aval.shape, done, axis, s, axes))
+        done = on_axis(done, axis, next(can, None))
+    return done
 
 
 def _reduced(

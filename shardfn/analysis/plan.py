@@ -117,7 +117,7 @@ class Plan:
           >>> step = shardfn.fully_shard(
           ...     lambda s, x: (s, x @ s["w"]), mesh, min_size=0
           ... )
-          >>> plan = step.plan({"w": jnp.ones((64, 64))}, jnp.ones((8, 64)))
+          >>> plan = step.plan({"w": jnp.ones((64, 64))}, jnp.ones((512, 64)))
           >>> print(plan.explain("w"))  # doctest: +ELLIPSIS
           w: float32 64x64, stored split over data along dimension 0
             8 devices divide dimension 0 of 64, in parts that fill TPU tiles ...

@@ -15,10 +15,11 @@ import jax.numpy as jnp
 
 from shardfn._core import compat
 from shardfn._core.automatic_axes import AutoSplit
-from shardfn._core.control import NOTHING_ASKED, Control
+from shardfn._core.control import NOTHING_ASKED, Control, axis_of
 from shardfn._core.errors import ShardingError, called
 from shardfn._core.leaves import leaf_name
 from shardfn._core.limits import FEATURE_ELEMENTS, PADDING_SHARE, TPU_TILE
+from shardfn._core.option_values import StoredAxis, shown_axes
 from shardfn._core.sharding import Axes, Sharding, Split, flat, is_flat, on_axis
 from shardfn.storage._related_leaves import stacked_leaves
 
@@ -87,7 +88,7 @@ def layouts(
         Layout(_per_device(name, leaf, axes), OWN)
         if control.of(name).per_device_state
         else _leaf_sharding(
-            leaf, axes, min_size, stacked, auto or (), control.of(name).shard
+            name, leaf, axes, min_size, stacked, auto or (), control.of(name).shard
         )
         for name, leaf, stacked, auto in zip(
             names, leaves, stacks, autos or [()] * len(stacks), strict=True
@@ -119,28 +120,35 @@ def with_device_rows(state: Any, axes: Axes, control: Control) -> Any:
 
 
 def _leaf_sharding(
+    name: str,
     leaf: Any,
     axes: Axes,
     min_size: int,
     stacked: bool,
     auto: AutoSplit,
-    asked: tuple[str, ...] | None,
+    asked: tuple[StoredAxis, ...] | None,
 ) -> Layout:
     """Splits one dimension per mesh axis, the most minor axis first.
 
     A dimension is never split over two axes: the shards of a leaf over more axes are
     then parts of the shards of one over fewer, as moments are of their parameter.
     """
-    over = [axes.stored] if asked is None else [axes.names.index(n) for n in asked]
+    named = [axes.names[axes.stored]] if asked is None else list(map(axis_of, asked))
+    dims = dict(entry for entry in asked or () if not isinstance(entry, str))
     sharding, shape, size = axes.replicated, leaf.shape, math.prod(leaf.shape)
     taken = {dim for dim, names in enumerate(auto) if names}
     why: list[Why] = (
-        [] if asked is None else [("shard={} asks for it", (asked or False,))]
+        [] if asked is None else [("shard={} asks for it", (shown_axes(asked),))]
     )
-    for axis in sorted(over, reverse=True):
+    for axis in sorted(map(axes.names.index, named), reverse=True):
         count = axes.sizes[axis]
         if count == 1 or size < max(min_size, count) or compat.is_key(leaf.dtype):
             why.append(_too_small(size, min_size, count))
+            continue
+        if axes.names[axis] in dims:
+            dim = _asked_dim(name, shape, dims[axes.names[axis]], count, taken)
+            sharding = on_axis(sharding, axis, Split(dim, stored=True))
+            taken.add(dim)
             continue
         dim, chosen = _choose_dim(shape, count, stacked, frozenset(taken))
         is_second = sharding != axes.replicated
@@ -152,6 +160,29 @@ def _leaf_sharding(
         sharding = on_axis(sharding, axis, Split(dim, stored=True))
         taken.add(dim)
     return Layout(sharding, tuple(why))
+
+
+def _asked_dim(
+    name: str, shape: Sequence[int], asked: int, count: int, taken: set[int]
+) -> int:
+    """The dimension that is asked for, if it can be split."""
+    dim = asked + len(shape) if asked < 0 else asked
+    size = shape[dim] if 0 <= dim < len(shape) else 0
+    padded = -(-size // count) * count
+    if size and dim not in taken and padded <= size * (1 + PADDING_SHARE):
+        return dim
+    if dim in taken:
+        why = "which another mesh axis splits"
+    elif not size:
+        why = "which it does not have"
+    else:
+        share = f"{PADDING_SHARE:.0%}"
+        why = f"and padding its {size} elements to {padded} is more than {share}"
+    raise ShardingError(
+        f"shard asks to split dimension {asked} of state leaf '{name}' over {count} "
+        f"devices, {why}.\n{called()}  its shape is {tuple(shape)}\n"
+        "Name another dimension, or the mesh axis alone: then shardfn chooses one."
+    )
 
 
 def _too_small(size: int, min_size: int, count: int) -> Why:

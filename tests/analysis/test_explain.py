@@ -34,7 +34,7 @@ def train_step(w, x):
     return jax.tree.map(lambda w, g: w - 0.1 * g, w, grads), ()
 
 
-SHAPES = {"up": (16, 512), "down": (512, 18), "bias": (18,)}, (8, 16)
+SHAPES = {"up": (16, 512), "down": (512, 18), "bias": (18,)}, (96, 16)
 
 UP = """
 up: float32 16x512, stored split over data along dimension 1

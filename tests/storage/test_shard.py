@@ -156,7 +156,11 @@ def test_axes_that_the_step_is_not_sharded_over_are_refused() -> None:
 @pytest.mark.parametrize(
     "option, value, allowed",
     [
-        ("shard", 3, "a mesh axis, a tuple of mesh axes, False or None"),
+        (
+            "shard",
+            3,
+            "a mesh axis, a tuple of mesh axes, a mapping from mesh axes to the",
+        ),
         ("reshard_after_forward", "yes", "True, False, 'auto', a number of devices"),
         ("reshard_after_forward", 0, "True, False, 'auto', a number of devices"),
         ("gather_dtype", "int8", "None or a floating-point dtype such as 'bfloat16'"),

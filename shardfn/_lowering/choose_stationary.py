@@ -1,0 +1,237 @@
+"""Which leaves of the state stay where they are: those around which less moves.
+
+In: a plan that gathers them, and a function that plans with some of them stationary.
+Out: the plan that sends least, judged as a whole: forward, backward and update, times
+the iterations of loops. The cost model is that of Pope et al., Efficiently Scaling
+Transformer Inference, arXiv:2211.05102, section 3. A plan in which everything that
+leaves meet is larger than they are, as in most training, is not planned twice.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardfn._core.errors import listed
+from shardfn._core.leaves import Names
+from shardfn._core.limits import (
+    SHOWN_LEAVES,
+    STATIONARY_BYTES,
+    STATIONARY_GROUPS,
+    STATIONARY_SHARE,
+)
+from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, communicating_moves
+from shardfn._core.program import Node, Program, aval_of
+from shardfn._core.sharding import Axes, Sharding, Split
+from shardfn._core.sizes import nbytes
+from shardfn.analysis._text import size_text
+
+Made = tuple[Program, BodyPlan]
+"""A program and its plan, scheduled."""
+
+
+@dataclass(frozen=True, slots=True)
+class StationaryChoice:
+    """What was found of the leaves that may stay where they are.
+
+    Attributes:
+      stays: the names of those that do.
+      gathers: of those that might have, but are gathered.
+      gathering: bytes that each device sends per step if all are gathered.
+      staying: bytes that it sends in the best plan in which some stay; 0 if no other
+        plan was made.
+      others: the names of leaves that no plan gathers.
+    """
+
+    stays: frozenset[str] = frozenset()
+    gathers: frozenset[str] = frozenset()
+    gathering: int = 0
+    staying: int = 0
+    others: frozenset[str] = frozenset()
+
+    @property
+    def all(self) -> frozenset[str]:
+        """The leaves that are planned as stationary."""
+        return self.stays | self.others if self.stays else frozenset()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The plan's line about the leaves that stay."""
+        if not self.stays:
+            return ()
+        names = listed(sorted(self.stays), SHOWN_LEAVES)
+        sent = f": {self.sent}" if self.staying else ""
+        return (f"stationary, so that what meets them moves: {names}{sent}",)
+
+    @property
+    def sent(self) -> str:
+        staying, gathering = size_text(self.staying), size_text(self.gathering)
+        return f"{staying} sent per step instead of {gathering}"
+
+    def why(self, leaf: str) -> str:
+        """What to say of a leaf; "" if it was not considered."""
+        if leaf in self.stays:
+            return f"stationary: {self.sent if self.staying else 'asked for'}"
+        if leaf not in self.gathers:
+            return ""
+        if self.staying >= self.gathering:
+            return f"not stationary: {self.sent}"
+        if self.gathering - self.staying < STATIONARY_BYTES:
+            least = f"{size_text(STATIONARY_BYTES)} (limits.STATIONARY_BYTES)"
+        else:
+            least = f"{STATIONARY_SHARE:.0%} (limits.STATIONARY_SHARE)"
+        return f"not stationary: {self.sent}, which saves less than {least}"
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """A gather of a leaf.
+
+    Attributes:
+      leaf: its names.
+      gathered: bytes of the leaf.
+      moved: bytes that are moved instead if the leaf stays.
+      times: how often.
+    """
+
+    leaf: Names
+    gathered: int
+    moved: float
+    times: int
+
+
+def choose_stationary(
+    made: Made,
+    asked: frozenset[str],
+    may_stay: frozenset[str],
+    axes: Axes,
+    plan: Callable[[frozenset[str]], Made],
+) -> tuple[Made, StationaryChoice]:
+    """The plan that sends least.
+
+    Args:
+      made: the plan that gathers all leaves.
+      asked: the leaves that are asked to stay, by name.
+      may_stay: those that may.
+      axes: the mesh axes.
+      plan: plans with these leaves staying.
+
+    Returns:
+      The plan, and what was found.
+    """
+    gathered = {leaf for use in _uses(*made, axes) for leaf in use.leaf}
+    # What nothing gathers, such as moments, is not to move because of what stays.
+    others = (asked | may_stay) - gathered
+    if asked:
+        made = plan(asked | others)
+    groups = _alike(_uses(*made, axes), may_stay)
+    if not groups:
+        return made, StationaryChoice(asked, others=others)
+    considered = frozenset().union(*groups)
+    gathering = wire_bytes(*made, axes)
+    stays, best, least = considered, made, gathering
+    trials = [may_stay - others, considered]
+    trials += [considered - group for group in groups]
+    for trial in dict.fromkeys(trials[: 2 + STATIONARY_GROUPS]):
+        if not trial:
+            continue
+        tried = plan(trial | asked | others)
+        sent = wire_bytes(*tried, axes)
+        if sent < least:
+            stays, best, least = trial, tried, sent
+    if gathering - least < max(STATIONARY_BYTES, STATIONARY_SHARE * gathering):
+        return made, StationaryChoice(asked, considered, gathering, least, others)
+    return best, StationaryChoice(
+        stays | asked, considered - stays, gathering, least, others
+    )
+
+
+def _alike(uses: Iterator[Use], may_stay: frozenset[str]) -> list[frozenset[str]]:
+    """The leaves for which less is moved if they stay, in groups of those for which as
+    much is."""
+    gathered: dict[str, int] = {}
+    moved: dict[str, float] = {}
+    for use in uses:
+        for leaf in may_stay.intersection(use.leaf):
+            gathered[leaf] = gathered.get(leaf, 0) + use.times * use.gathered
+            moved[leaf] = moved.get(leaf, 0) + use.times * use.moved
+    groups: dict[tuple[float, float], set[str]] = {}
+    for leaf, size in gathered.items():
+        if moved[leaf] < size:
+            groups.setdefault((size, moved[leaf]), set()).add(leaf)
+    return [frozenset(group) for _, group in sorted(groups.items(), reverse=True)]
+
+
+def _uses(
+    program: Program, body: BodyPlan, axes: Axes, times: int = 1
+) -> Iterator[Use]:
+    """What each gather of a stored value is for."""
+    gathers = {
+        step.result: step
+        for step in body.steps
+        if isinstance(step, Reshard) and step.gathers_state
+    }
+    moved: dict[Ref, float] = {}
+    for step in body.steps:
+        if not isinstance(step, Apply):
+            continue
+        node = program.nodes[step.node]
+        inner = times * (step.times or 1)
+        for bodies in zip(node.bodies, step.bodies, strict=True):
+            yield from _uses(*bodies, axes, inner)
+        for i, ref in enumerate(step.operands):
+            if ref in gathers and not step.bodies:
+                size = _moved_instead(program, node, i, gathers[ref].path[0], axes)
+                moved[ref] = moved.get(ref, 0) + size
+    for ref, step in gathers.items():
+        size = nbytes(program.avals[ref.value])
+        leaf = program.leaf(step.source.value)
+        yield Use(leaf, size, moved.get(ref, size), times)
+
+
+def _moved_instead(
+    program: Program, node: Node, i: int, stored: Sharding, axes: Axes
+) -> float:
+    """Bytes that an op moves if operand `i` stays as it is stored: what has the factor
+    that is split is exchanged, what lacks it is gathered or summed."""
+    values = [(i, a, nbytes(aval_of(program, a))) for i, a in enumerate(node.inputs)]
+    made = sum(nbytes(program.avals[v]) for v in node.outputs)
+    if node.rule is None:
+        return made + sum(size for _, _, size in values)
+    rule, (split, *_) = node.rule, [s for s in stored if isinstance(s, Split)]
+    count = axes.sizes[axes.stored]
+    factor = None if split.dim < 0 else rule.major(rule.operands[i], split.dim)
+
+    def part(dims: Any) -> float:
+        has = factor is not None and rule.dim_of(dims, factor) is not None
+        return 1 / count if has else 1
+
+    operands = sum(
+        size * part(rule.operands[j])
+        for j, atom, size in values
+        if j != i and isinstance(atom, int)
+    )
+    results = zip(node.outputs, rule.results, strict=True)
+    return operands + sum(nbytes(program.avals[v]) * part(d) for v, d in results)
+
+
+def wire_bytes(program: Program, body: BodyPlan, axes: Axes, times: int = 1) -> int:
+    """Bytes that each device sends per step; a loop whose iterations nobody knows
+    counts once."""
+    total = 0.0
+    for step in body.steps:
+        if isinstance(step, Reshard):
+            total += times * sum(
+                move.wire_elements(step.part_shape, axes) * step.itemsize
+                for _, move in communicating_moves(step, axes)
+            )
+            continue
+        inner = times * (step.times or 1)
+        bodies: Sequence[Made] = [
+            *zip(program.nodes[step.node].bodies, step.bodies, strict=True)
+        ]
+        total += sum(wire_bytes(*each, axes, inner) for each in bodies)
+        total += sum(
+            wire_bytes(program.nodes[step.node].bodies[0], part.part, axes, inner)
+            for part in step.ahead
+        )
+    return round(total)

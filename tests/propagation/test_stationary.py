@@ -1,0 +1,235 @@
+"""In: steps with leaves that stay where they are stored. Out: as the plain step, with
+activations moved around the leaves, and no more bytes than that takes.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from plan_helpers import cpu_mesh
+
+import shardfn
+from shardfn._core import limits
+from shardfn.testing import assert_same
+
+pytestmark = pytest.mark.standard_promotion
+
+ROWS, D, F, VOCAB, EXPERTS, CAPACITY = 24, 24, 96, 480, 24, 4
+FLOAT = 4
+
+
+def mlp(p: Any, x: jax.Array) -> jax.Array:
+    return jnp.tanh(x @ p["up"] + p["bias"]) @ p["down"]
+
+
+def layers(p: Any, x: jax.Array) -> jax.Array:
+    def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
+        return x + jax.checkpoint(mlp)(w, x / (1 + jnp.abs(x).mean())), None
+
+    return jax.lax.scan(layer, x, p)[0]
+
+
+def table(p: Any, ids: jax.Array) -> jax.Array:
+    return jnp.tanh(p["table"][ids]) @ p["out"]
+
+
+def tied(p: Any, ids: jax.Array) -> jax.Array:
+    return jnp.tanh(p["table"][ids]) @ p["table"].T
+
+
+def experts(p: Any, x: jax.Array) -> jax.Array:
+    """One expert for each token, and so many tokens for each, as in GShard."""
+    gates = jax.nn.softmax(x @ p["router"])
+    chosen = jax.nn.one_hot(gates.argmax(-1), EXPERTS)
+    place = (jnp.cumsum(chosen, 1) * chosen - 1).max(-1).astype(jnp.int32)
+    sent = chosen[..., None] * jax.nn.one_hot(place, CAPACITY)[:, :, None]
+    taken = jnp.einsum("gtec,gtd->egcd", sent, x)
+    made = jnp.einsum("egcf,efd->egcd", jnp.tanh(taken @ p["up"][:, None]), p["down"])
+    weights = sent * gates.max(-1)[..., None, None]
+    return jnp.einsum("gtec,egcd->gtd", weights, made)
+
+
+MLP = {"up": (D, F), "bias": (F,), "down": (F, D)}
+COLUMNS = {"*up": {"data": 1}}
+CASES: dict[str, tuple[Callable[..., Any], Mapping[str, Any], Any, Any]] = {
+    "rows": (mlp, MLP, (ROWS, D), None),
+    "columns": (mlp, MLP, (ROWS, D), COLUMNS),
+    "scan": (
+        layers,
+        {k: (2, *v) for k, v in MLP.items()},
+        (ROWS, D),
+        {"*up": {"data": 2}},
+    ),
+    "rows of a table": (table, {"table": (VOCAB, D), "out": (D, 2)}, (ROWS, 3), None),
+    "columns of a table": (
+        table,
+        {"table": (VOCAB, D), "out": (D, 2)},
+        (ROWS, 3),
+        {"*table": {"data": -1}},
+    ),
+    "tied": (tied, {"table": (VOCAB, D)}, (ROWS,), None),
+    "experts": (
+        experts,
+        {"router": (D, EXPERTS), "up": (EXPERTS, D, F), "down": (EXPERTS, F, D)},
+        (ROWS, 5, D),
+        {"*up": {"data": 0}, "*down": {"data": 0}},
+    ),
+}
+
+
+def make_case(name: str) -> tuple[Callable[..., Any], Any, dict[str, Any], Any]:
+    fn, shapes, inputs, shard = CASES[name]
+    rng = np.random.default_rng(0)
+    params = {
+        k: jnp.asarray(rng.normal(size=s) / np.sqrt(s[-2:][0]), jnp.float32)
+        for k, s in shapes.items()
+    }
+    tx = optax.adam(1e-2)
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        return (fn(params, batch["x"]) ** 2 * batch["weight"]).mean()
+
+    def train_step(state: Any, batch: Any) -> Any:
+        params, opt = state
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        updates, opt = tx.update(grads, opt, params)
+        return (optax.apply_updates(params, updates), opt), loss
+
+    ids = "table" in params
+    x = rng.integers(0, VOCAB, inputs) if ids else rng.normal(size=inputs)
+    out = jax.eval_shape(fn, params, x)
+    batch = {
+        "x": jnp.asarray(x, jnp.int32 if ids else jnp.float32),
+        "weight": jnp.asarray(rng.normal(size=out.shape), jnp.float32),
+    }
+    return train_step, (params, tx.init(params)), batch, shard
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("devices", [(8,), (3,), (2, 4)], ids=str)
+def test_the_leaves_stay(name: str, devices: tuple[int, ...]) -> None:
+    train_step, plain, batch, shard = make_case(name)
+    mesh = cpu_mesh(*devices)
+    step = shardfn.fully_shard(
+        train_step,
+        mesh,
+        axis=mesh.axis_names,
+        min_size=D,
+        stationary=True,
+        shard=shard and {k: {mesh.axis_names[-1]: v["data"]} for k, v in shard.items()},
+    )
+    state = step.shard(plain)
+    run = jax.jit(train_step)
+    for k in range(2):
+        plain, loss = run(plain, batch)
+        state, sharded_loss = step(state, batch)
+        assert_same(loss, sharded_loss, f"step {k + 1}, loss", tol=1e-5)
+        assert_same(plain, step.unshard(state), f"step {k + 1}, state", tol=1e-4)
+    plan = step.plan(state, batch)
+    # What moves has rows of the batch, is a norm's sum, or a gradient over replicas.
+    last = mesh.axis_names[-1]
+    moved = [c for c in plan.collectives if c.axis == last and c.elements > 1]
+    assert all(ROWS in c.shape for c in moved if c.phase != "backward" or not c.path)
+
+
+def sends(name: str, **options: Any) -> shardfn.Plan:
+    train_step, state, batch, shard = make_case(name)
+    step = shardfn.fully_shard(
+        train_step, cpu_mesh(8), min_size=D, shard=shard, **options
+    )
+    return step.plan(state, batch)
+
+
+def test_an_mlp_of_columns_and_rows_moves_what_its_batch_takes() -> None:
+    """The input is gathered once for both passes, and the gradient of the result; the
+    result is reduce-scattered, each of them once."""
+    plan = sends("columns", stationary=True)
+    large = [c for c in plan.collectives if len(c.shape) == 2]
+    assert sorted((c.op, c.phase, c.shape) for c in large) == [
+        ("all_gather", "backward", (ROWS, D)),
+        ("all_gather", "forward", (ROWS, D)),
+        ("psum_scatter", "forward", (ROWS, D)),
+    ]
+    part = ROWS * D * FLOAT * 7 // 8
+    assert sum(c.total_bytes for c in large) == 3 * part
+
+
+def test_lookups_in_columns_move_ids_and_rows() -> None:
+    """Every device reads its columns of all rows, which go home by an all-to-all, and
+    their gradients come the same way."""
+    plan = sends("columns of a table", stationary=True)
+    rows = [c for c in plan.collectives if c.shape == (ROWS, 3, D)]
+    assert {c.op for c in rows} <= {"all_to_all"}
+    assert all(c.total_bytes == ROWS * 3 * D * FLOAT // 8 * 7 // 8 for c in rows)
+    (ids,) = (c for c in plan.collectives if c.dtype == "int32")
+    assert (ids.op, ids.total_bytes) == ("all_gather", ROWS * 3 * FLOAT * 7 // 8)
+
+
+def test_experts_are_in_no_collective() -> None:
+    plan = sends("experts", stationary={"*up": True, "*down": True, "*": False})
+    tokens = [c for c in plan.collectives if len(c.shape) > 3]
+    assert {c.op for c in tokens} == {"all_to_all"}
+    assert len(tokens) == 3
+
+
+def test_what_sends_less_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole step's bytes decide, with the least that is worth it named."""
+    for name in ("STATIONARY_BYTES", "STATIONARY_SHARE"):
+        monkeypatch.setattr(f"shardfn._lowering.choose_stationary.{name}", 0)
+    for name in CASES:
+        gathered, stays, chosen = (
+            sum(c.total_bytes for c in sends(name, stationary=s).collectives)
+            for s in (False, True, "auto")
+        )
+        assert chosen <= min(gathered, stays), name
+
+
+def test_little_is_not_worth_it() -> None:
+    plan = sends("columns", stationary="auto")
+    assert sends("columns", stationary=False).collectives == plan.collectives
+    why = plan.explain("0/up")
+    assert "; not stationary: " in why
+    assert "saves less than 256.0 KiB (limits.STATIONARY_BYTES)" in why
+
+
+def test_plans_say_what_stays() -> None:
+    wide = limits.STATIONARY_BYTES // FLOAT // 8
+
+    def evaluate(params: Any, x: jax.Array) -> Any:
+        return params, jnp.tanh(x @ params["up"]).mean()
+
+    step = shardfn.fully_shard(evaluate, cpu_mesh(8))
+    shapes = {"up": jax.ShapeDtypeStruct((16, wide), jnp.float32)}
+    plan = step.plan(shapes, jax.ShapeDtypeStruct((8, 16), jnp.float32))
+    assert any(
+        "stationary, so that what meets them moves: 'up': " in n for n in plan.notes
+    )
+    assert "; stationary: " in plan.explain("up")
+    asked = shardfn.fully_shard(evaluate, cpu_mesh(8), stationary=True)
+    plan = asked.plan(shapes, jax.ShapeDtypeStruct((8, 16), jnp.float32))
+    assert "; stationary: asked for" in plan.explain("up")
+
+
+@pytest.mark.parametrize(
+    "dim, why",
+    [
+        (2, "dimension 2 of state leaf 'up' over 8 devices, which it does not have"),
+        (-3, "dimension -3 of state leaf 'up' over 8 devices, which it does not have"),
+        (0, "and padding its 12 elements to 16 is more than 1%"),
+    ],
+)
+def test_a_dimension_that_cannot_be_split(dim: int, why: str) -> None:
+    step = shardfn.fully_shard(
+        lambda state, x: (state, x.sum()),
+        cpu_mesh(8),
+        min_size=2,
+        shard={"up": {"data": dim}},
+    )
+    with pytest.raises(shardfn.ShardingError) as error:
+        step.shard({"up": jnp.ones((12, 16))})
+    assert why in str(error.value)
+    assert "Name another dimension, or the mesh axis alone" in str(error.value)
