@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import DictKey
 from sharded_and_plain import make_mesh
@@ -315,4 +316,25 @@ def test_all_that_comes_back_goes_on(form: str, monkeypatch) -> None:
 
     monkeypatch.setattr(NextArguments, "after", watched)
     assert_parity(steps[form], make_mesh("8"), w, moments, X, steps=3)
+    assert seen == [1, 1, 2, 2, 3, 3]
+
+
+def test_a_step_whose_caches_alone_come_back_goes_on(monkeypatch) -> None:
+    """Generation: the parameters are read only, and no state comes back."""
+
+    def decode(params, cache, x):
+        past = jnp.sum(cache["k"], axis=1)
+        row = (x @ params["w"] + past + 1)[:, None]
+        new = {"k": lax.dynamic_update_slice_in_dim(cache["k"], row, 1, 1)}
+        return jnp.sum(new["k"], axis=(1, 2)), new
+
+    seen, after = [], NextArguments.after
+
+    def watched(self, args, out):
+        seen.append(float(out[1]["k"][0, 1, 0]))
+        return after(self, args, out)
+
+    monkeypatch.setattr(NextArguments, "after", watched)
+    params, cache = {"w": jnp.zeros((7, 3))}, {"k": jnp.zeros((16, 4, 3))}
+    assert_parity(decode, make_mesh("8"), params, cache, X, steps=3)
     assert seen == [1, 1, 2, 2, 3, 3]
