@@ -23,6 +23,7 @@ import shardfn
 from shardfn._api import cli
 from shardfn._api.cli import main
 from shardfn._api.options import Options
+from shardfn._core import errors
 from shardfn.analysis import targets
 
 ROOT = Path(__file__).parents[2]
@@ -225,10 +226,13 @@ def test_wrong_targets_are_told_before_anything_runs(monkeypatch) -> None:
     assert message.endswith("Run, in a clone of shardfn: pip install -e '.[aot]'")
 
 
-def test_a_batch_that_does_not_split_is_one_message(file) -> None:
+def test_a_batch_that_does_not_split_is_one_message(file, monkeypatch) -> None:
+    """No line of the user's calls the step then, but the command line does."""
     Path(file).write_text(MODULE.replace("(64, 256)", "(63, 256)"))
+    monkeypatch.setattr(errors, "_is_library", lambda file: True)  # as in a shell
     message = refused("plan", f"{file}:planned")
     assert message.startswith("error: batch") and "63" in message
+    assert f" was called at {file}:planned, by the command line\n" in message
 
 
 def test_help_and_unknown_commands(capsys) -> None:
