@@ -19,7 +19,7 @@ from shardfn._core.sharding import (
     is_unreduced,
 )
 from shardfn._core.sizes import elements, nbytes
-from shardfn._propagation.op_strategy import Decision
+from shardfn._propagation.decision import Decision
 from shardfn._propagation.operand_preferences import flow_preferences, op_preferences
 from shardfn._propagation.preferences import Preferences
 

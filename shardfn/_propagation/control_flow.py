@@ -11,9 +11,9 @@ from shardfn._core.sharding import (
     Sharding,
     Split,
 )
+from shardfn._propagation.decision import Decision
 from shardfn._propagation.flow_site import FlowSite, Solved
 from shardfn._propagation.loops import scan, while_loop
-from shardfn._propagation.op_strategy import Decision
 
 
 def decide(site: FlowSite) -> Decision:

@@ -16,8 +16,9 @@ from shardfn._core.sharding import Axes, Sharding
 from shardfn._core.sizes import elements
 from shardfn._propagation import control_flow
 from shardfn._propagation.backward import BackwardResult
+from shardfn._propagation.decision import Decision
 from shardfn._propagation.flow_site import FlowSite, Solve
-from shardfn._propagation.op_strategy import Decision, OpSite
+from shardfn._propagation.op_strategy import OpSite
 from shardfn._propagation.preferences import Preferences
 from shardfn._propagation.result_shardings import reduce_at_producer
 

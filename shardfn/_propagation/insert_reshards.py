@@ -16,7 +16,7 @@ from shardfn._core.reasons import OPERAND, OUTPUT, RESULT, Cause
 from shardfn._core.resharding import reshard_path
 from shardfn._core.sharding import Axes, Sharding, Split
 from shardfn._core.sizes import itemsize
-from shardfn._propagation.op_strategy import Decision
+from shardfn._propagation.decision import Decision
 
 
 def plan_steps(

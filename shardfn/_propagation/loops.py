@@ -19,9 +19,9 @@ from shardfn._core.sharding import (
     on_axis,
 )
 from shardfn._propagation.batch_scans import RowLoop, row_loop
+from shardfn._propagation.decision import Decision
 from shardfn._propagation.flow_site import FlowSite, Solved
 from shardfn._propagation.loop_carries import Carries
-from shardfn._propagation.op_strategy import Decision
 from shardfn._propagation.preferences import Preferences, union
 
 

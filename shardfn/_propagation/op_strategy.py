@@ -11,36 +11,21 @@ the others (`least_moved`).
 """
 
 import functools
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
-
-import numpy as np
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from shardfn._core.limits import GROWTH
-from shardfn._core.op_sharding_rule import (
-    Dim,
-    OpShardingRule,
-    flat_factor,
-    flat_factor_start,
-    is_flat_factor,
-)
-from shardfn._core.plan import BodyPlan
-from shardfn._core.program import LITERAL, VALUE, ZERO
+from shardfn._core.program import VALUE, ZERO
 from shardfn._core.reasons import Note
-from shardfn._core.resharding import can_split
 from shardfn._core.sharding import (
-    Axes,
     Sharding,
     Split,
     Unreduced,
-    flat,
     of_dim,
     on_axis,
 )
 from shardfn._core.sizes import elements, nbytes
-from shardfn._propagation.preferences import Preferences
+from shardfn._propagation.splittable_factors import SplittableFactors
 from shardfn._propagation.stationary import Meeting, meets_stationary
 
 GROWN = Note(
@@ -50,52 +35,9 @@ GROWN = Note(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """How one node runs.
-
-    Attributes:
-      operands: shardings it needs its operands in.
-      made: shardings of the results as the op makes them.
-      results: the same after unreduced results that must not stay so are reduced.
-      parts: `(factor, mesh axis index)` for every factor that is split.
-      bodies: plans of the bodies of control flow.
-      preferences: what control flow prefers its operands in; empty for an op.
-      fallback: whether operands are gathered because there is no rule.
-      notes: the thresholds that decided, for people; two decisions that differ in
-        nothing else are equal.
-    """
-
-    operands: tuple[Sharding, ...]
-    made: tuple[Sharding, ...]
-    results: tuple[Sharding, ...]
-    parts: tuple[tuple[str, int], ...] = ()
-    bodies: tuple[BodyPlan, ...] = ()
-    preferences: tuple[Preferences, ...] = ()
-    fallback: bool = False
-    notes: tuple[Note, ...] = field(default=(), compare=False)
-
-
 @dataclass(slots=True)
-class OpSite:
-    """One op while its factors are chosen, mesh axis by mesh axis.
-
-    A literal is the same in every device's program: unless it is zero, it cannot be one
-    term of a sum.
-    """
-
-    rule: OpShardingRule
-    operand_avals: Sequence[Any]
-    result_avals: Sequence[Any]
-    states: Sequence[Sharding]
-    preferences: Sequence[Preferences]
-    kinds: Sequence[str]
-    axes: Axes
-    small: int
-    operands: list[Sharding] = field(default_factory=list)
-    results: list[Sharding] = field(default_factory=list)
-    parts: list[tuple[str, int]] = field(default_factory=list)
-    notes: list[Note] = field(default_factory=list)
+class OpSite(SplittableFactors):
+    """One op while its factors are chosen, mesh axis by mesh axis."""
 
     def decide(self) -> tuple[list[Sharding], list[Sharding], list[tuple[str, int]]]:
         """Needed operand shardings, made result shardings, and the split factors."""
@@ -194,15 +136,6 @@ class OpSite:
             return next(iter(preferred.items()))
         return None
 
-    def factor(self, dims: Any, dim: int) -> str | None:
-        if dim < 0:
-            return flat_factor(dim) if self.rule.flat else None
-        return self.rule.major(dims, dim, self.filled)
-
-    @property
-    def filled(self) -> frozenset[str]:
-        return filled_factors(self.rule, self.parts, self.axes)
-
     def preferred(
         self, axis: int, can_part: Callable[[str, bool], bool]
     ) -> tuple[dict[str, bool], bool]:
@@ -245,56 +178,6 @@ class OpSite:
         best = min([*stored_factors, None], key=cost)
         return None if best is None else (best, True)
 
-    def reduces(self, factor: str) -> bool:
-        if is_flat_factor(factor):
-            return bool(self.rule.reduce)
-        return self.rule.reducer(factor) is not None
-
-    def can_part(self, axis: int, factor: str, stored: bool) -> bool:
-        """Whether `axis` may split `factor`, given what other axes already split."""
-        count = self.axes.sizes[axis]
-        if count == 1:
-            return False
-        if is_flat_factor(factor):
-            return stored and not self.parts and self.can_part_flat(factor)
-        flattened = any(is_flat_factor(f) for f, _ in self.parts)
-        if flattened or not self.rule.is_splittable(factor, self.filled):
-            return False
-        parts = math.prod(self.axes.sizes[a] for f, a in self.parts if f == factor)
-        size = self.rule.size(factor)
-        if self.shift(factor) and parts > 1:
-            return False
-        partners = self.additive_partners(factor)
-        if any(self.kinds[i] == LITERAL for i in partners):
-            return False
-        if size == 0 or size % (parts * count):
-            padded = stored and parts == 1 and self.rule.stands_alone(factor)
-            if not padded or size < count:
-                return False
-        return all(
-            can_split(aval.shape, sharding, axis, Split(dim, stored), self.axes)
-            for dims, aval, sharding in self.sides()
-            if (dim := self.rule.dim_of(dims, factor)) is not None
-        )
-
-    def can_part_flat(self, factor: str) -> bool:
-        """Whether all values but scalars keep the dimensions in front of the flat
-        ones."""
-        start = flat_factor_start(factor)
-        leading = {
-            dims[:start] if len(dims) > start else None
-            for dims, aval, _ in self.sides()
-            if dims
-        }
-        sizes = all(elements(aval) > 0 for _, aval, _ in self.sides())
-        return sizes and len(leading) == 1 and None not in leading
-
-    def sides(self) -> list[tuple[Any, Any, Sharding]]:
-        return [
-            *zip(self.rule.operands, self.operand_avals, self.operands, strict=True),
-            *zip(self.rule.results, self.result_avals, self.results, strict=True),
-        ]
-
     def split(self, axis: int, factor: str, origin: Split) -> None:
         self.parts.append((factor, axis))
         for i, dims in enumerate(self.rule.operands):
@@ -311,72 +194,3 @@ class OpSite:
                 Unreduced(self.reducer(factor)) if dim is None else of_dim(origin, dim)
             )
             self.results[j] = on_axis(self.results[j], axis, state)
-
-    def run_factor(self, axis: int, i: int, split: Split) -> str | None:
-        """The factor of equal runs, such as the rows of each microbatch, that `axis`
-        may split instead of the runs themselves, which are too few."""
-        state, aval = self.states[i], self.operand_avals[i]
-        alone = [s for s in state if isinstance(s, Split) and s.dim == split.dim]
-        if not self.rule.regroups or split.stored or split.dim < 0 or len(alone) > 1:
-            return None
-        if self.parts or not isinstance(aval.dtype, np.dtype):
-            return None
-        dims = self.rule.operands[i][split.dim]
-        factors = [f for f in dims if self.rule.size(f) > 1]
-        if len(factors) != 2 or factors[1] in self.rule.whole:
-            return None
-        (result,), (preferences,), minor = (
-            self.rule.results,
-            self.preferences,
-            factors[1],
-        )
-        at = self.rule.dim_of(result, minor)
-        leads = at is not None and self.rule.major(result, at) == minor
-        divides = self.rule.size(minor) % self.axes.sizes[axis] == 0
-        preferred = preferences[axis] != frozenset({None})
-        return minor if leads and divides and preferred else None
-
-    def runs(self, dim: Dim, factor: str) -> int:
-        """The runs of which each device holds a block of `factor`; 0 if it is major."""
-        before = math.prod(self.rule.size(f) for f in dim[: dim.index(factor)])
-        filled = any(f in self.filled for f in dim[: dim.index(factor)])
-        return before if before > 1 and not filled else 0
-
-    def shift(self, factor: str) -> int:
-        """How many rows before its own a block of `factor` has to begin."""
-        return dict(self.rule.shifts).get(factor, 0)
-
-    def dim_of(self, dims: Any, factor: str) -> int | None:
-        if is_flat_factor(factor):
-            return flat(flat_factor_start(factor)) if dims else None
-        return self.rule.dim_of(dims, factor)
-
-    def reducer(self, factor: str) -> str:
-        pairs = dict(self.rule.reduce)
-        return next(iter(pairs.values())) if is_flat_factor(factor) else pairs[factor]
-
-    def additive_partners(self, factor: str) -> set[int]:
-        """Operands added to a sum over `factor` that do not have it themselves."""
-        if not self.reduces(factor):
-            return set()
-        dims = enumerate(self.rule.operands)
-        having = {i for i, d in dims if self.dim_of(d, factor) is not None}
-        partners: set[int] = set()
-        for group in self.rule.linear:
-            if len(group) > 1 and group.intersection(having):
-                partners |= group.difference(having)
-        return partners
-
-
-def filled_factors(
-    rule: OpShardingRule, parts: Sequence[tuple[str, int]], axes: Axes
-) -> frozenset[str]:
-    """The factors that `parts` split down to single elements."""
-    if not parts:
-        return frozenset()
-    counts: dict[str, int] = {}
-    for factor, axis in parts:
-        counts[factor] = counts.get(factor, 1) * axes.sizes[axis]
-    return frozenset(
-        f for f, n in counts.items() if not is_flat_factor(f) and rule.size(f) == n
-    )

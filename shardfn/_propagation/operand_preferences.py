@@ -18,8 +18,9 @@ from shardfn._core.sharding import (
     of_dim,
     plain,
 )
-from shardfn._propagation.op_strategy import Decision, filled_factors
+from shardfn._propagation.decision import Decision
 from shardfn._propagation.preferences import Preferences, union
+from shardfn._propagation.splittable_factors import filled_factors
 
 
 def flow_preferences(preferences: Preferences, needed: Sharding) -> Preferences:

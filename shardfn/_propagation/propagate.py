@@ -21,9 +21,9 @@ from shardfn._core.reasons import Note
 from shardfn._core.sharding import Axes, Sharding, Split
 from shardfn._propagation.backward import BackwardResult, Memo, propagate_backward
 from shardfn._propagation.decide_node import Decider
+from shardfn._propagation.decision import Decision
 from shardfn._propagation.flow_site import Solved
 from shardfn._propagation.insert_reshards import plan_steps
-from shardfn._propagation.op_strategy import Decision
 from shardfn._propagation.preferences import Preferences, reduced
 
 GREW = Note(

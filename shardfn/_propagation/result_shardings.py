@@ -11,7 +11,7 @@ from typing import Any
 from shardfn._core.program import Node
 from shardfn._core.resharding import can_split
 from shardfn._core.sharding import Axes, Sharding, Split, Unreduced, on_axis
-from shardfn._propagation.op_strategy import Decision
+from shardfn._propagation.decision import Decision
 from shardfn._propagation.preferences import Preferences, reduced
 from shardfn._propagation.resplit_batch import resplit_batch
 from shardfn._propagation.stationary import is_stationary
