@@ -164,7 +164,9 @@ class Ready:
                 return None
             known = KnownArrays.of(found, self.kinds)
             last_states.add(known)
-        return None if any([x.is_deleted() for x in found]) else (found, known)
+        # Leaves without values (float0) are arrays of NumPy's in JAX.
+        arrays = [x for x in found if type(x) in compat.CONCRETE_ARRAYS]
+        return None if any([x.is_deleted() for x in arrays]) else (found, known)
 
     def apart(
         self,
