@@ -67,7 +67,14 @@ class BatchDivision:
         is_local = same is not None
         meaning = batch.meaning if isinstance(batch, Rest) else StateArguments()
         split = functools.partial(
-            batch_shardings, batch, leaves, self.batch_spec, axes, is_local, same or ()
+            batch_shardings,
+            batch,
+            leaves,
+            self.batch_spec,
+            axes,
+            is_local,
+            same or (),
+            may_be_whole=meaning.is_forward_only,
         )
 
         def keys_among(unsure: Sequence[int]) -> Collection[int]:

@@ -114,8 +114,9 @@ def fully_shard(
         many results come first. "auto": the arguments that come back with their
         structure, shapes and dtypes, updated, wherever they stand among the arguments
         and the results; arguments that are like the state, or like a part of it, are
-        stored like it and read only. `repr(step)` and the plan say which. Without a
-        mesh, the first.
+        stored like it and read only. `repr(step)` and the plan say which. Of a function
+        that returns none, such as an evaluation, it is the first argument, or what
+        arrives stored, and read only. Without a mesh, the first.
       batch_spec: pytree prefix of the other arguments (of the only other one, or a
         tuple of several) with a `PartitionSpec` or None per leaf. None splits dimension
         0; scalars and PRNG keys are replicated, raw ones where the step makes random

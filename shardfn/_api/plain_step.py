@@ -43,6 +43,7 @@ from shardfn._lowering.planned_program import Planned
 from shardfn._trace.containers import classes_closed, closed_inside
 from shardfn._trace.state_arguments import find_state
 from shardfn._trace.trace_step import Trace, trace, trace_once
+from shardfn.storage._arrives_stored import arrives_stored
 from shardfn.storage._layout import layouts
 from shardfn.storage._leaves import leaves_of
 
@@ -94,19 +95,31 @@ class PlainStep:
     ) -> StateArguments:
         """Which of a call's arguments are state; `mesh` is the caller's."""
         names = tuple(parameter_names(self.step))
-        if self.state_argnums is not None:
-            return StateArguments(self.state_argnums, by_hand=True, parameters=names)
+        given = StateArguments(
+            (0,) if self.state_argnums is None else self.state_argnums,
+            by_hand=self.state_argnums is not None,
+            parameters=names,
+        )
         try:
             leaves, treedef = leaves_of(args, "argument")
         except ShardingError:  # a leaf that is no array, which planning reports
-            return StateArguments(parameters=names)
+            return given
         key = _key([leaf.aval for leaf in leaves], treedef, axes, mesh)
         if key not in self.found:
             found = self.find(leaves, treedef, axes, mesh)
             if found is None:  # whatever is wrong with this call is that of no other
-                return StateArguments(parameters=names)
+                return given
             self.found[key] = replace(found, parameters=names)
-        return self.found[key]
+        found = self.found[key]
+        if found.is_forward_only and not found.by_hand and not found.caches:
+            stored = [
+                p
+                for p, x in by_place(args).items()
+                if arrives_stored(x, self.partition, axes)
+            ]
+            if stored and found.arguments[0] not in stored:
+                return replace(found, arguments=tuple(stored), notes=(), hints=())
+        return found
 
     def partition(self, leaves: Sequence[Leaf], axes: Axes) -> tuple[Sharding, ...]:
         """How the leaves of a state are stored."""
@@ -212,7 +225,7 @@ class PlainStep:
             place: str(place) + f" ('{self.name(place)}')" * (self.name(place) != place)
             for place in given
         }
-        return find_state(given, names, made.out, made.program)
+        return find_state(given, names, made.out, made.program, self.state_argnums)
 
     def split(
         self,

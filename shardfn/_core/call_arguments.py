@@ -61,6 +61,11 @@ class StateArguments:
         return tuple((SequenceKey(i),) for i in range(len(self.arguments)))
 
     @property
+    def is_forward_only(self) -> bool:
+        """Whether no state comes back."""
+        return self.results == ()
+
+    @property
     def read_only(self) -> tuple[Position, ...]:
         """Positions of the states that are read and do not come back."""
         return self.arguments[len(self.places) :]

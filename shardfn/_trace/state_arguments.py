@@ -28,6 +28,7 @@ from shardfn._trace.argument_flow import (
     same,
 )
 from shardfn._trace.dataflow import Dimension
+from shardfn._trace.forward_only import returns_no_state
 from shardfn._trace.returned_arguments import is_first, returned_pairs
 from shardfn._trace.state_texts import (
     changes,
@@ -44,8 +45,9 @@ def find_state(
     names: Mapping[Position, str],
     out: Any,
     program: Callable[[], Program],
+    asked: tuple[int, ...] | None = None,
 ) -> StateArguments:
-    """Finds the arguments that come back.
+    """Finds the arguments that come back, or are read by a function that returns none.
 
     Args:
       arguments: pytrees of `ShapeDtypeStruct`, in order.
@@ -53,6 +55,7 @@ def find_state(
       out: what the step returns, a pytree of `ShapeDtypeStruct`.
       program: makes the program of the step, whose arguments are the leaves of
         `arguments`; called only if something is like an argument.
+      asked: positions that the user says are state; None to find them.
 
     Returns:
       The state, and where it comes back.
@@ -60,6 +63,13 @@ def find_state(
     Raises:
       ShardingError: it is ambiguous; or only gradients come back.
     """
+    if asked is not None:
+        is_read = all(p in arguments for p in asked) and returns_no_state(
+            [arguments[p] for p in asked], out
+        )
+        notes = (found_note(names, {}, (), asked),) if is_read else ()
+        results = () if is_read else None
+        return StateArguments(asked, results, notes=notes, by_hand=True)
     places = parts(out)
     alike = {
         position: [path for path, tree in places if same(tree, argument)]
@@ -72,6 +82,9 @@ def find_state(
         found = _Search(
             ArgumentFlow.of(arguments, out, program()), names, alike
         ).found()
+    if found is None and 0 in arguments and returns_no_state([arguments[0]], out):
+        note = found_note(names, {}, (), (0,))
+        return StateArguments((0,), (), notes=(note,), hints=(note,))
     if found is None:
         changed = tuple(changes(arguments, names, out, {0: FIRST}))
         found = StateArguments(notes=changed, hints=changed)

@@ -72,7 +72,8 @@ def refuse_readings(
     else:
         advice = (
             f"Pass {_argnums([first])} to fully_shard if that is the state, and return "
-            "it first. If it is a batch, return the state, too, changed or not."
+            "it first. If it is a batch, pass the position of the state, which is then "
+            "read only, or return the state, too."
         )
     if has_cache:
         advice += (

@@ -97,6 +97,7 @@ def batch_shardings(
     same: Sequence[Collection[str]] = (),
     hints: Sequence[str] = (),
     raw_keys: Callable[[Sequence[int]], Collection[int]] = lambda unsure: (),
+    may_be_whole: bool = False,
 ) -> tuple[Sharding, ...]:
     """How every batch leaf is split.
 
@@ -110,6 +111,8 @@ def batch_shardings(
       hints: what is known of arguments that might be none of the batch, for errors.
       raw_keys: of the leaves at some positions, which have the shape and dtype of a raw
         PRNG key, those that are one; the others are rows.
+      may_be_whole: whether leaves whose rows the devices do not divide are replicated,
+        unless `spec` asks for a split; otherwise they are refused.
 
     Returns:
       One sharding per leaf: dimension 0 split unless `spec` says otherwise; scalars and
@@ -125,7 +128,11 @@ def batch_shardings(
     for i, (leaf, one) in enumerate(given):
         spec = PartitionSpec() if i in keys else one
         alike = same[i] if same else ()
-        split.append(_batch_leaf(leaf, spec, axes, is_local, alike, uneven))
+        bad: list[Uneven] = []
+        sharding = _batch_leaf(leaf, spec, axes, is_local, alike, bad)
+        may = may_be_whole and one is None
+        split.append(axes.replicated if bad and may else sharding)
+        uneven += [] if may else bad
     if uneven:
         refuse_uneven(uneven, [*hints, *of_many_rows(leaves, uneven)])
     return tuple(split)

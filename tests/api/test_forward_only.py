@@ -1,0 +1,112 @@
+"""In: functions that return no state: losses, evaluations, predictions. Out: what the
+plain function returns, from the state as it is stored, for any number of rows.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from plan_helpers import cpu_mesh
+
+import shardfn
+from shardfn.testing import assert_same
+
+D, F, OUT = 24, 40, 5
+
+
+def predict(params: Any, x: jax.Array) -> jax.Array:
+    return jnp.tanh(x @ params["up"] + params["bias"]) @ params["down"]
+
+
+def loss(params: Any, batch: Any) -> dict[str, jax.Array]:
+    error = predict(params, batch["x"]) - batch["y"]
+    return {"loss": (error**2).mean(), "worst": abs(error).max(-1)}
+
+
+def swapped(x: jax.Array, params: Any) -> jax.Array:
+    return predict(params, x)
+
+
+def grads(params: Any, batch: Any) -> Any:
+    made = jax.grad(lambda p: loss(p, batch)["loss"])(params)
+    return {"of up": made["up"]}
+
+
+def make_params() -> dict[str, jax.Array]:
+    rng = np.random.default_rng(0)
+    shapes = {"up": (D, F), "bias": (F,), "down": (F, OUT)}
+    return {k: jnp.asarray(rng.normal(size=s), jnp.float32) for k, s in shapes.items()}
+
+
+def make_batch(rows: int) -> dict[str, jax.Array]:
+    rng = np.random.default_rng(rows)
+    sides = {"x": (rows, D), "y": (rows, OUT)}
+    return {k: jnp.asarray(rng.normal(size=s), jnp.float32) for k, s in sides.items()}
+
+
+@pytest.fixture(scope="module")
+def state() -> Any:
+    """Parameters, 13 of whose columns are padded, stored by a training step."""
+
+    def train_step(state: Any, batch: Any) -> Any:
+        return jax.tree.map(lambda p: 0.5 * p, state), loss(state, batch)
+
+    step = shardfn.fully_shard(train_step, cpu_mesh(8), min_size=8)
+    return step(step.shard(make_params()), make_batch(16))[0]
+
+
+@pytest.mark.parametrize("fn", [loss, grads])
+@pytest.mark.parametrize("rows", [16, 13, 3, 1])
+def test_any_number_of_rows(state: Any, fn: Any, rows: int) -> None:
+    evaluate = shardfn.fully_shard(fn, cpu_mesh(8), min_size=8)
+    plain = jax.tree.map(lambda p: 0.5 * p, make_params())
+    for seed in range(2):
+        batch = jax.tree.map(lambda x, s=seed: x + s, make_batch(rows))
+        assert_same(fn(plain, batch), evaluate(state, batch), "result", tol=1e-5)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(state))
+
+
+@pytest.mark.parametrize("options", [{}, {"state_argnums": 0}], ids=str)
+def test_the_state_is_read_as_it_is_stored(state: Any, options: Any) -> None:
+    evaluate = shardfn.fully_shard(loss, cpu_mesh(8), min_size=8, **options)
+    plan = evaluate.plan(state, make_batch(16))
+    assert "state: none comes back; read only: argument 0 ('params')" in plan.notes
+    gathered = {c.path for c in plan.collectives if c.op == "all_gather"}
+    assert gathered == {"up", "bias", "down"}
+
+
+def test_what_arrives_stored_is_the_state(state: Any) -> None:
+    x = make_batch(16)["x"]
+    plain = jax.tree.map(lambda p: 0.5 * p, make_params())
+    evaluate = shardfn.fully_shard(swapped, cpu_mesh(8), min_size=8)
+    assert_same(predict(plain, x), evaluate(x, state), "result", tol=1e-5)
+    plan = evaluate.plan(x, state)
+    assert {c.path for c in plan.collectives if c.op == "all_gather"} >= {"up", "down"}
+
+
+def test_rows_that_are_asked_to_be_split_have_to_be_even(state: Any) -> None:
+    evaluate = shardfn.fully_shard(
+        loss, cpu_mesh(8), min_size=8, batch_spec=jax.sharding.PartitionSpec("data")
+    )
+    with pytest.raises(shardfn.ShardingError, match="has 3 rows, which 8 devices"):
+        evaluate(state, make_batch(3))
+
+
+def test_generation_is_one_function(state: Any) -> None:
+    """A loop around a forward pass, with its carry inside."""
+
+    def generate(params: Any, x: jax.Array) -> jax.Array:
+        def again(carry: Any) -> Any:
+            i, x = carry
+            made = predict(params, x)
+            return i + 1, x + jnp.tile(made, (1, 5))[:, :D]
+
+        return jax.lax.while_loop(lambda c: c[0] < 4, again, (0, x))[1]
+
+    plain = jax.tree.map(lambda p: 0.5 * p, make_params())
+    run = shardfn.fully_shard(generate, cpu_mesh(8), min_size=8, state_argnums=0)
+    for rows in (16, 1):
+        x = make_batch(rows)["x"]
+        assert_same(generate(plain, x), run(state, x), "result", tol=1e-4)
