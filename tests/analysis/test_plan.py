@@ -14,7 +14,7 @@ from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec as P
 
 import shardfn
-from shardfn._propagation import propagate
+from shardfn._propagation import decide_node
 from shardfn.analysis._text import size_text
 
 STATE = {"w1": (16, 32), "b1": (32,), "w2": (32, 8)}
@@ -283,7 +283,7 @@ def test_bodies_are_part_of_the_program() -> None:
 def test_equal_layers_are_decided_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """So planning twice as many takes no more decisions, and visits each twice."""
     asked, decided = 0, 0
-    decide, op = propagate._Body.decide, propagate._Body.op
+    decide, op = decide_node.Decider.decide, decide_node.Decider.op
 
     def counting_decide(*args):
         nonlocal asked
@@ -295,8 +295,8 @@ def test_equal_layers_are_decided_once(monkeypatch: pytest.MonkeyPatch) -> None:
         decided += 1
         return op(*args)
 
-    monkeypatch.setattr(propagate._Body, "decide", counting_decide)
-    monkeypatch.setattr(propagate._Body, "op", counting_op)
+    monkeypatch.setattr(decide_node.Decider, "decide", counting_decide)
+    monkeypatch.setattr(decide_node.Decider, "op", counting_op)
 
     def step(layers, x):
         def loss_fn(layers):

@@ -105,7 +105,10 @@ def test_a_report_prints_and_is_frozen(h100) -> None:
 def test_what_does_not_fit_is_said() -> None:
     huge = {"w": abstract(2**18, 2**18)}
     step = shardfn.fully_shard(
-        lambda s, x: (s, jnp.sum(x @ s["w"])), cpu_mesh(8), donate=False
+        lambda s, x: (s, jnp.sum(x @ s["w"])),
+        cpu_mesh(8),
+        donate=False,
+        stationary=False,
     )
     report = step.on("h100:8", huge, abstract(8, 2**18))
     assert not report.fits and "DOES NOT FIT" in str(report)
@@ -120,7 +123,9 @@ def test_a_tpu_report(name) -> None:
     assert 0.8 < kept / sum(report.flops.run.values()) <= 1
     assert report.memory.code > 0 and report.fits
     with pytest.raises(shardfn.ShardingError) as caught:
-        huge = shardfn.fully_shard(lambda s, x: (s, jnp.sum(x @ s)), cpu_mesh(8))
+        huge = shardfn.fully_shard(
+            lambda s, x: (s, jnp.sum(x @ s)), cpu_mesh(8), stationary=False
+        )
         huge.on(name, abstract(2**17, 2**17), abstract(8, 2**17))
     message = str(caught.value)
     assert (
