@@ -27,12 +27,11 @@ class Heldout:
 
 def evaluate(
     eval_step: Callable, state: Any, batches: Iterable[Any], size: int
-) -> tuple[Any, Heldout]:
-    """Returns the state, which the step may have moved to other buffers, and the loss
-    over all batches; `size` is the bytes of their text."""
+) -> Heldout:
+    """Returns the loss over all batches; `size` is the bytes of their text."""
     nats = tokens = 0.0
     for batch in batches:
-        state, metrics = eval_step(state, batch)
+        metrics = eval_step(state, batch)
         nats += float(metrics["total"])
         tokens += float(metrics["count"])
-    return state, Heldout(nats, int(tokens), size)
+    return Heldout(nats, int(tokens), size)

@@ -39,14 +39,15 @@ class Flags:
     temperature: float = 0.8
     """Zero always takes the likeliest token."""
     seed: int = 0
+    plan: bool = False
+    """Print what the devices send for these prompts, and nothing else."""
     devices: int | None = None
     """Make this many CPU devices; none stands for the devices that JAX finds."""
 
 
-def prompts(texts: Sequence[str], tokenizer: Tokenizer, rows: int) -> Batch:
-    """Returns `rows` prompts, padded in front so that all end at the same place."""
+def prompts(texts: Sequence[str], tokenizer: Tokenizer) -> Batch:
+    """Returns the prompts, padded in front so that all end at the same place."""
     encoded = [[tokenizer.end, *tokenizer.encode(text).tolist()] for text in texts]
-    encoded += [[tokenizer.end]] * (rows - len(encoded))
     P = max(map(len, encoded))
     places = [np.arange(P) - (P - len(row)) for row in encoded]
     positions_BxP = np.maximum(places, 0)
@@ -92,10 +93,10 @@ def continue_prompts(
     return tokens_NxB.T
 
 
-def to_texts(tokens_BxN: jax.Array, count: int, tokenizer: Tokenizer) -> list[str]:
-    """Returns the first `count` continuations, each up to an `end` token."""
+def to_texts(tokens_BxN: jax.Array, tokenizer: Tokenizer) -> list[str]:
+    """Returns the continuations, each up to an `end` token."""
     texts = []
-    for tokens_N in np.asarray(tokens_BxN)[:count]:
+    for tokens_N in np.asarray(tokens_BxN):
         (ends,) = np.nonzero(tokens_N == tokenizer.end)
         texts.append(tokenizer.decode(tokens_N[: ends[0] if len(ends) else None]))
     return texts
@@ -121,21 +122,20 @@ def main(flags: Flags) -> list[str]:
         choices = (config.model, flags.tokens, flags.temperature)
         return continue_prompts(params, batch, key, *choices)
 
-    def generate_step(params: Params, batch: Batch, key: jax.Array):
-        return params, run(params, batch, key)
-
+    batch = prompts(flags.prompt, tokenizer)
     if flags.weights:
-        batch = prompts(flags.prompt, tokenizer, rows=len(flags.prompt))
         tokens_BxN = jax.jit(run)(params, batch, key)
     else:
         mesh = jax.make_mesh((jax.device_count(),), ("data",))
-        step = shardfn.fully_shard(generate_step, mesh)
+        generate = shardfn.fully_shard(run, mesh)
         like = {"params": machine.abstract_state(config).params}
-        _, state = read_last(Path(str(flags.run_dir)), step, like)
-        rows = -(-len(flags.prompt) // mesh.size) * mesh.size
-        batch = prompts(flags.prompt, tokenizer, rows)
-        _, tokens_BxN = step(state["params"], batch, key)
-    return to_texts(tokens_BxN, len(flags.prompt), tokenizer)
+        _, state = read_last(Path(str(flags.run_dir)), generate, like)
+        if flags.plan:
+            plan = generate.plan(state["params"], batch, key)
+            sent = sum(line.total_bytes for line in plan.collectives) / flags.tokens
+            return [f"{plan}\n{sent:,.0f} bytes per token from each device"]
+        tokens_BxN = generate(state["params"], batch, key)
+    return to_texts(tokens_BxN, tokenizer)
 
 
 if __name__ == "__main__":
@@ -144,5 +144,8 @@ if __name__ == "__main__":
         texts = main(flags)
     except (ConfigError, DataError, SaveError, shardfn.ShardingError) as error:
         sys.exit(f"error: {error}")
+    if flags.plan:
+        print(*texts)
+        sys.exit()
     for prompt, text in zip(flags.prompt, texts, strict=True):
         print(f"{prompt}{text}\n")

@@ -121,7 +121,7 @@ def prepare(config: Config) -> Machine:
     if config.plain:
         return Machine(
             jax.jit(train_step, donate_argnums=0),
-            jax.jit(eval_step, donate_argnums=0),
+            jax.jit(eval_step),
             lambda: jax.jit(make)(key),
             lambda batch: batch,
             Share(config.batch_size),

@@ -81,7 +81,7 @@ def main(config: Config) -> Report | None:
             return None
         saves.wait()
         stopping.training = False
-        _, loss = evaluate(on.evaluate, trained.state, on.feed(held), heldout.bytes)
+        loss = evaluate(on.evaluate, trained.state, on.feed(held), heldout.bytes)
     if config.log.plot and jax.process_index() == 0:
         print(plot(folder))
     unigram = unigram_entropy(heldout_texts)
