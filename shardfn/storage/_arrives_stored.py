@@ -34,9 +34,9 @@ def arrives_stored(
         return True
     try:
         leaves, _ = leaves_of(argument, "argument")
-    except ShardingError:  # a leaf that is no array
+        shardings = partition(leaves, axes)
+    except ShardingError:  # a leaf that is no array, or none that an option names
         return False
-    shardings = partition(leaves, axes)
     rows = all(s.dim == 0 for each in shardings for s in each if isinstance(s, Split))
     return not rows and all(
         isinstance(x, jax.Array)
