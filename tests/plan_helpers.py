@@ -32,6 +32,10 @@ Moves = Counter[tuple[str, str, int, int]]
 """Runs per step by `(op, dtype, elements, group size)`, ops in JAX's words."""
 
 
+# Batches in tests are so small that leaves would stay and activations move.
+GATHERS = {"stationary": False}
+
+
 def cpu_mesh(*sizes: int) -> Mesh:
     """`data`, or `replica` x `data`, over the first CPU devices."""
     names = ("replica", "data")[-len(sizes) :]
@@ -70,8 +74,8 @@ class Sharded:
 
 
 def shard(program: programs.Program, mesh: Mesh, *, rows: int = ROWS, **options):
-    """`fully_shard` of a program, on a batch of `rows` rows."""
-    axes = mesh.axis_names
+    """`fully_shard` of a program, on a batch of `rows` rows, with leaves gathered."""
+    axes, options = mesh.axis_names, GATHERS | options
     step = shardfn.fully_shard(
         program.step, mesh, axis=axes if len(axes) > 1 else axes[0], **options
     )
@@ -90,7 +94,8 @@ def shard_gpt(config: gpt.Config, mesh: Mesh, **options: Any) -> Sharded:
 
 
 def shard_fn(fn: Callable, mesh: Mesh, *shapes: Any, **options: Any) -> Sharded:
-    """`fully_shard` of `fn(state, batch)` on float32 arrays of these two shapes."""
+    """`fully_shard` of `fn(state, batch)` on float32 arrays of these two shapes, with
+    leaves gathered."""
     state, batch = (
         jax.tree.map(
             lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
@@ -99,7 +104,7 @@ def shard_fn(fn: Callable, mesh: Mesh, *shapes: Any, **options: Any) -> Sharded:
         )
         for tree in shapes
     )
-    options = {"min_size": 8} | options
+    options = {"min_size": 8} | GATHERS | options
     return Sharded(fn, shardfn.fully_shard(fn, mesh, **options), mesh, state, batch)
 
 

@@ -6,7 +6,7 @@ only.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from jax.tree_util import tree_flatten_with_path
 
 from shardfn._core.call_arguments import parts
 from shardfn._core.leaves import path_name
+from shardfn._core.optional import flax_nnx
 from shardfn._trace.argument_flow import is_array
 
 
@@ -34,6 +35,16 @@ def returns_no_state(states: Sequence[Any], out: Any) -> bool:
     if not jax.tree.leaves(out):
         return False
     return not any(_is_like(state, tree) for state in states for tree in found)
+
+
+def include_modules(arguments: Iterable[Any]) -> bool:
+    """Whether modules of flax.nnx lie in some arguments. What changes them in place is
+    lost where they are copies, so it has to return them."""
+    nnx = flax_nnx()
+    if nnx is None:
+        return False
+    leaves = jax.tree.leaves([*arguments], is_leaf=lambda x: isinstance(x, nnx.Pytree))
+    return any(isinstance(x, nnx.Pytree) for x in leaves)
 
 
 def _is_like(state: Any, tree: Any) -> bool:

@@ -28,7 +28,7 @@ from shardfn._trace.argument_flow import (
     same,
 )
 from shardfn._trace.dataflow import Dimension
-from shardfn._trace.forward_only import returns_no_state
+from shardfn._trace.forward_only import include_modules, returns_no_state
 from shardfn._trace.returned_arguments import is_first, returned_pairs
 from shardfn._trace.state_texts import (
     changes,
@@ -63,10 +63,13 @@ def find_state(
     Raises:
       ShardingError: it is ambiguous; or only gradients come back.
     """
+    states = [p for p in asked or (0,) if p in arguments]
+    is_read = (
+        len(states) == len(asked or (0,))
+        and not include_modules(arguments.values())
+        and returns_no_state([arguments[p] for p in states], out)
+    )
     if asked is not None:
-        is_read = all(p in arguments for p in asked) and returns_no_state(
-            [arguments[p] for p in asked], out
-        )
         notes = (found_note(names, {}, (), asked),) if is_read else ()
         results = () if is_read else None
         return StateArguments(asked, results, notes=notes, by_hand=True)
@@ -82,7 +85,7 @@ def find_state(
         found = _Search(
             ArgumentFlow.of(arguments, out, program()), names, alike
         ).found()
-    if found is None and 0 in arguments and returns_no_state([arguments[0]], out):
+    if found is None and is_read:
         note = found_note(names, {}, (), (0,))
         return StateArguments((0,), (), notes=(note,), hints=(note,))
     if found is None:

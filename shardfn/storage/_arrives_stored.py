@@ -33,7 +33,7 @@ def arrives_stored(
     if any(isinstance(x, StoredArray) for x in arrays):
         return True
     try:
-        leaves, _ = leaves_of(argument, "argument")
+        leaves, _ = leaves_of((argument,), "argument")
         shardings = partition(leaves, axes)
     except ShardingError:  # a leaf that is no array, or none that an option names
         return False

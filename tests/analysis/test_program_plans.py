@@ -100,9 +100,7 @@ def test_muon_holds_no_more_than_momentum() -> None:
             updates, opt = tx.update(grads, opt, params)
             return (optax.apply_updates(params, updates), opt), {}
 
-        sharded = shard_fn(
-            step, cpu_mesh(8), (), (16, 64), min_size=64, stationary=False
-        )
+        sharded = shard_fn(step, cpu_mesh(8), (), (16, 64), min_size=64)
         lowered = sharded.step.lower((params, opt), sharded.batch)
         compiled = lowered.compile(compiler_options=QUICK)
         return compiled.memory_analysis().temp_size_in_bytes

@@ -234,7 +234,7 @@ def without_barriers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_gathers_that_the_compiler_merged_are_told(name, monkeypatch) -> None:
     mesh = cpu_mesh(8) if name == "cpu" else targets.mesh(name)
     layers = [(1024, 1024)] * 4
-    sharded = shard_fn(unrolled, mesh, layers, (4096, 1024))
+    sharded = shard_fn(unrolled, mesh, layers, (64, 1024))
     again = [
         c.name
         for c in sharded.plan.collectives
@@ -245,7 +245,7 @@ def test_gathers_that_the_compiler_merged_are_told(name, monkeypatch) -> None:
         checked = sharded.plan.verify(sharded.compile())
         assert checked.having("merged", "missing") == ()
     without_barriers(monkeypatch)
-    fresh = shard_fn(unrolled, mesh, layers, (4096, 1024))
+    fresh = shard_fn(unrolled, mesh, layers, (64, 1024))
     checked = fresh.plan.verify(fresh.compile())
     if name == "cpu" and CPU_MERGES_GATHERS:
         assert [c.line.name for c in checked.having("shared")] == again and checked.ok
@@ -280,7 +280,7 @@ def test_over_a_whole_torus_sparse_cores_do_not_all_reduce() -> None:
         return w - grad, loss
 
     for asked, found in ((None, "present"), (False, "all-reduced")):
-        options = {"compiler_options": asked, "stationary": False}
+        options = {"compiler_options": asked}
         sharded = shard_fn(train_step, mesh, (4096, 4096), (64, 4096), **options)
         checked = sharded.plan.verify(sharded.compile())
         moved = [s[1:] for s in statuses(checked) if s[1] != "all_reduce"]

@@ -58,7 +58,7 @@ def test_what_is_kept_for_shapes_of_batches_is_bounded() -> None:
         "step._checked": 3,
         "programs._jitted": 3,
         "plain.plans": 3,
-        "plain.found": 0,
+        "plain.found": 3,
         "plain.keys": 3,
     }
     gc.collect()

@@ -36,7 +36,7 @@ def train_step(w, x):
     loss, grad = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(w)
     return w - grad, loss
 
-ARGS = jax.ShapeDtypeStruct((256, 256), jnp.float32), jnp.ones((64, 256))
+ARGS = jax.ShapeDtypeStruct((256, 256), jnp.float32), jnp.ones((1024, 256))
 mesh = jax.make_mesh((8,), ("data",))
 sharded = shardfn.fully_shard(train_step, mesh, min_size=8)
 
@@ -137,7 +137,7 @@ def test_options_of_leaves_are_flags(file, capsys) -> None:
     assert "256x256  bfloat16" in printed, "it is gathered so"
     assert printed.endswith("gather_dtype: 'bfloat16'\nprefetch: 1\n")
     main(["plan", f"{file}:planned", "--shard", "state=data", "*=False"])
-    assert "shard: ('data',) for state, ()" in capsys.readouterr().out
+    assert "shard: ('data',) for state, False" in capsys.readouterr().out
     assert refused("plan", f"{file}:planned", "--prefetch", "-1").startswith(
         "error: prefetch cannot be -1."
     )
@@ -228,10 +228,10 @@ def test_wrong_targets_are_told_before_anything_runs(monkeypatch) -> None:
 
 def test_a_batch_that_does_not_split_is_one_message(file, monkeypatch) -> None:
     """No line of the user's calls the step then, but the command line does."""
-    Path(file).write_text(MODULE.replace("(64, 256)", "(63, 256)"))
+    Path(file).write_text(MODULE.replace("(1024, 256)", "(1023, 256)"))
     monkeypatch.setattr(errors, "_is_library", lambda file: True)  # as in a shell
     message = refused("plan", f"{file}:planned")
-    assert message.startswith("error: batch") and "63" in message
+    assert message.startswith("error: batch") and "1023" in message
     assert f" was called at {file}:planned, by the command line\n" in message
 
 
@@ -271,6 +271,7 @@ GIVEN = {
     "prefetch": 2,
     "bucket_bytes": 64,
     "shard": False,
+    "stationary": {"*": True},
 }
 """A value for each option of `fully_shard`."""
 

@@ -38,6 +38,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "gather_dtype": ("float32", "bfloat16"),
     "donate": (False,),
     "shard": (False, {"*0": False}),
+    "stationary": (True, {"*0": True}),
 }
 
 
@@ -116,10 +117,11 @@ def some_of(choices: tuple[str, ...], usual: str = "") -> st.SearchStrategy[str]
 
 @st.composite
 def options(draw: st.DrawFn, is_exact: bool) -> tuple[tuple[str, Any], ...]:
-    """Up to two options, and in a third of the programs one collective for several
-    leaves; no rounding on the wire where a program jumps."""
+    """Up to two options, in a third of the programs one collective for several leaves,
+    and in a third leaves that stay; no rounding on the wire where a program jumps."""
     names = draw(st.lists(st.sampled_from(list(OPTIONS)), max_size=2, unique=True))
-    if draw(st.integers(0, 2)) == 0 and "bucket_bytes" not in names:
-        names.append("bucket_bytes")
+    for often in ("bucket_bytes", "stationary"):
+        if draw(st.integers(0, 2)) == 0 and often not in names:
+            names.append(often)
     chosen = [(name, draw(st.sampled_from(OPTIONS[name]))) for name in names]
     return tuple(c for c in chosen if not (is_exact and c[1] == "bfloat16"))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from plan_helpers import Sharded, cpu_mesh, emitted_moves, planned_moves
+from plan_helpers import GATHERS, Sharded, cpu_mesh, emitted_moves, planned_moves
 from tiers import exhaustively
 
 import shardfn
@@ -62,7 +62,7 @@ def sharded(
     )
     batch = jax.ShapeDtypeStruct((8, tokens), jnp.int32)
     plain = train(tied)
-    step = shardfn.fully_shard(plain, mesh, **options)
+    step = shardfn.fully_shard(plain, mesh, **GATHERS | options)
     return Sharded(plain, step, mesh, state, batch)
 
 
@@ -140,8 +140,8 @@ def in_order(case: Sharded) -> list[Step]:
 def agrees(step, state, batch) -> Sharded:
     """A case that has been compared with its plain step."""
     mesh = cpu_mesh(4)
-    assert_parity(step, mesh, state, batch, steps=2, tol=1e-4)
-    sharded = shardfn.fully_shard(step, mesh)
+    assert_parity(step, mesh, state, batch, steps=2, tol=1e-4, **GATHERS)
+    sharded = shardfn.fully_shard(step, mesh, **GATHERS)
     return Sharded(step, sharded, mesh, state, batch)
 
 
