@@ -71,7 +71,7 @@ class LeafOptions(TypedDict, total=False):
             their sums, are gathered, exchanged and reduce-scattered around it. That is
             less where they are smaller than the parameter: few rows, tables with few
             lookups, decoding. False: no. "auto": if the whole step then sends a
-            tenth less, and at least 256 KiB per device. A leaf that is stored padded or
+            fifth less, and at least 256 KiB per device. A leaf that is stored padded or
             flattened is gathered in any case.""",
         ),
     ]

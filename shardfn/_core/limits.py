@@ -42,7 +42,11 @@ carries unreduced and, by themselves, the weights that all of its iterations sha
 
 # What stays
 
-STATIONARY_SHARE = 0.1
+STATIONARY_PART = Fraction(1, 2)
+"""The most that may move instead of a leaf, as a part of it, for the leaf to be tried:
+what is nearly as large saves little, and each trial plans the step once more."""
+
+STATIONARY_SHARE = 0.2
 """The part of a step's bytes that has to be saved for leaves to stay where they are and
 what meets them to move: staying takes more collectives, each of which has a latency."""
 

@@ -17,6 +17,7 @@ from shardfn._core.limits import (
     SHOWN_LEAVES,
     STATIONARY_BYTES,
     STATIONARY_GROUPS,
+    STATIONARY_PART,
     STATIONARY_SHARE,
 )
 from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, communicating_moves
@@ -40,6 +41,7 @@ class StationaryChoice:
       staying: bytes that it sends in the best plan in which some stay; 0 if no other
         plan was made.
       others: the names of leaves that no plan gathers.
+      is_bound: whether `staying` is a bound, and no plan has been made.
     """
 
     stays: frozenset[str] = frozenset()
@@ -47,6 +49,7 @@ class StationaryChoice:
     gathering: int = 0
     staying: int = 0
     others: frozenset[str] = frozenset()
+    is_bound: bool = False
 
     @property
     def all(self) -> frozenset[str]:
@@ -65,7 +68,8 @@ class StationaryChoice:
     @property
     def sent(self) -> str:
         staying, gathering = size_text(self.staying), size_text(self.gathering)
-        return f"{staying} sent per step instead of {gathering}"
+        least = "at least " * self.is_bound
+        return f"{least}{staying} sent per step instead of {gathering}"
 
     def why(self, leaf: str) -> str:
         """What to say of a leaf; "" if it was not considered."""
@@ -123,11 +127,17 @@ def choose_stationary(
     others = (asked | may_stay) - gathered
     if asked:
         made = plan(asked | others)
-    groups = _alike(_uses(*made, axes), may_stay)
+    groups, most = _alike(_uses(*made, axes), may_stay)
     if not groups:
         return made, StationaryChoice(asked, others=others)
     considered = frozenset().union(*groups)
     gathering = wire_bytes(*made, axes)
+    worth = max(STATIONARY_BYTES, STATIONARY_SHARE * gathering)
+    if most < worth:  # such as of a table that other leaves dwarf
+        least = max(gathering - round(most), 0)
+        return made, StationaryChoice(
+            asked, considered, gathering, least, others, is_bound=True
+        )
     stays, best, least = considered, made, gathering
     trials = [may_stay - others, considered]
     trials += [considered - group for group in groups]
@@ -138,16 +148,19 @@ def choose_stationary(
         sent = wire_bytes(*tried, axes)
         if sent < least:
             stays, best, least = trial, tried, sent
-    if gathering - least < max(STATIONARY_BYTES, STATIONARY_SHARE * gathering):
+    if gathering - least < worth:
         return made, StationaryChoice(asked, considered, gathering, least, others)
     return best, StationaryChoice(
         stays | asked, considered - stays, gathering, least, others
     )
 
 
-def _alike(uses: Iterator[Use], may_stay: frozenset[str]) -> list[frozenset[str]]:
+def _alike(
+    uses: Iterator[Use], may_stay: frozenset[str]
+) -> tuple[list[frozenset[str]], float]:
     """The leaves for which less is moved if they stay, in groups of those for which as
-    much is."""
+    much is; and the most bytes that can be saved by them, if a gradient as large as
+    each is summed besides."""
     gathered: dict[str, int] = {}
     moved: dict[str, float] = {}
     for use in uses:
@@ -155,10 +168,13 @@ def _alike(uses: Iterator[Use], may_stay: frozenset[str]) -> list[frozenset[str]
             gathered[leaf] = gathered.get(leaf, 0) + use.times * use.gathered
             moved[leaf] = moved.get(leaf, 0) + use.times * use.moved
     groups: dict[tuple[float, float], set[str]] = {}
+    most = 0.0
     for leaf, size in gathered.items():
-        if moved[leaf] < size:
+        if moved[leaf] <= STATIONARY_PART * size:
             groups.setdefault((size, moved[leaf]), set()).add(leaf)
-    return [frozenset(group) for _, group in sorted(groups.items(), reverse=True)]
+            most += 2 * size - moved[leaf]
+    alike = [frozenset(group) for _, group in sorted(groups.items(), reverse=True)]
+    return alike, most
 
 
 def _uses(

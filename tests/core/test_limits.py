@@ -135,6 +135,7 @@ def test_every_limit_says_what_it_counts_and_is_used(name: str) -> None:
 
 
 DECIDE_NO_LINE = {
+    "STATIONARY_PART": "of which leaves are tried, as the next",
     "STATIONARY_GROUPS": "of how many choices are tried, not of one",
     "REPLICATED_SHARE": "of a warning, which gives the share",
     "REPLICATED_FLOPS": "of a warning, which gives them",

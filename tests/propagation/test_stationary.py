@@ -178,8 +178,9 @@ def test_experts_are_in_no_collective() -> None:
 
 def test_what_sends_less_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole step's bytes decide, with the least that is worth it named."""
-    for name in ("STATIONARY_BYTES", "STATIONARY_SHARE"):
-        monkeypatch.setattr(f"shardfn._lowering.choose_stationary.{name}", 0)
+    for name, limit in (("BYTES", 0), ("SHARE", 0), ("PART", 1)):
+        at = f"shardfn._lowering.choose_stationary.STATIONARY_{name}"
+        monkeypatch.setattr(at, limit)
     for name in CASES:
         gathered, stays, chosen = (
             sum(c.total_bytes for c in sends(name, stationary=s).collectives)
