@@ -234,3 +234,76 @@ def test_a_dimension_that_cannot_be_split(dim: int, why: str) -> None:
         step.shard({"up": jnp.ones((12, 16))})
     assert why in str(error.value)
     assert "Name another dimension, or the mesh axis alone" in str(error.value)
+
+
+def accumulated(train: Callable[..., Any]) -> Callable[..., Any]:
+    """Two microbatches, whose gradients a scan adds up."""
+
+    def train_step(state: Any, batch: Any) -> Any:
+        def body(sums: Any, rows: Any) -> Any:
+            loss, grads = jax.value_and_grad(train)(state, rows)
+            return jax.tree.map(jnp.add, sums, grads), loss
+
+        rows = batch.reshape(2, -1, D)
+        grads, losses = jax.lax.scan(body, jax.tree.map(jnp.zeros_like, state), rows)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, state, grads), losses.sum()
+
+    return train_step
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": "defer"}], ids=str)
+def test_gradients_that_a_loop_adds_up_stay(options: Any) -> None:
+    """What a loop adds up is where the leaf is: nothing of its shape moves after it."""
+    rng = np.random.default_rng(0)
+    plain = {
+        k: jnp.asarray(0.1 * rng.normal(size=s), jnp.float32) for k, s in MLP.items()
+    }
+    x = jnp.asarray(rng.normal(size=(48, D)), jnp.float32)
+    train_step = accumulated(lambda w, x: (mlp(w, x) ** 2).mean())
+    step = shardfn.fully_shard(
+        train_step, cpu_mesh(8), min_size=D, stationary=True, shard=COLUMNS, **options
+    )
+    state = step.shard(plain)
+    for _ in range(2):
+        plain, loss = jax.jit(train_step)(plain, x)
+        state, sharded_loss = step(state, x)
+        assert_same(loss, sharded_loss, "loss", tol=1e-5)
+        assert_same(plain, step.unshard(state), "state", tol=1e-4)
+    shapes = {(D, F), (F, D)}
+    assert not [c for c in step.plan(state, x).collectives if c.shape in shapes]
+
+
+def test_an_axis_that_is_left_to_xla_splits_too() -> None:
+    """A column-parallel and a row-parallel weight over `model` stay over `data`."""
+    axes = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axes)
+    rng = np.random.default_rng(0)
+    plain = {
+        "up": jnp.asarray(0.1 * rng.normal(size=(D, F)), jnp.float32),
+        "bias": jnp.zeros(F),
+        "down": jnp.asarray(0.1 * rng.normal(size=(F, D)), jnp.float32),
+    }
+    spec = jax.sharding.PartitionSpec
+    specs = {"up": spec(None, "model"), "bias": spec(), "down": spec("model")}
+    x = jnp.asarray(rng.normal(size=(ROWS, D)), jnp.float32)
+
+    def train_step(w: Any, x: jax.Array) -> Any:
+        loss, grads = jax.value_and_grad(lambda w: (mlp(w, x) ** 2).mean())(w)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, w, grads), loss
+
+    step = shardfn.fully_shard(train_step, mesh, min_size=D, stationary=True)
+    state = step.shard(
+        jax.tree.map(
+            lambda w, s: jax.device_put(w, jax.sharding.NamedSharding(mesh, s)),
+            plain,
+            specs,
+        )
+    )
+    for _ in range(2):
+        plain, loss = jax.jit(train_step)(plain, x)
+        state, sharded_loss = step(state, x)
+        assert_same(loss, sharded_loss, "loss", tol=1e-5)
+        assert_same(plain, step.unshard(state), "state", tol=1e-4)
+    moves = step.plan(state, x).collectives
+    gathered = {c.path for c in moves if c.op == "all_gather"}
+    assert not gathered & {"up", "down"}
