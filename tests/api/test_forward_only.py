@@ -64,7 +64,7 @@ def test_any_number_of_rows(state: Any, fn: Any, rows: int) -> None:
     plain = jax.tree.map(lambda p: 0.5 * p, make_params())
     for seed in range(2):
         batch = jax.tree.map(lambda x, s=seed: x + s, make_batch(rows))
-        assert_same(fn(plain, batch), evaluate(state, batch), "result", tol=1e-5)
+        assert_same(fn(plain, batch), evaluate(state, batch), "result", tol=1e-4)
     assert not any(x.is_deleted() for x in jax.tree.leaves(state))
 
 
@@ -81,7 +81,7 @@ def test_what_arrives_stored_is_the_state(state: Any) -> None:
     x = make_batch(16)["x"]
     plain = jax.tree.map(lambda p: 0.5 * p, make_params())
     evaluate = shardfn.fully_shard(swapped, cpu_mesh(8), min_size=8)
-    assert_same(predict(plain, x), evaluate(x, state), "result", tol=1e-5)
+    assert_same(predict(plain, x), evaluate(x, state), "result", tol=1e-4)
     plan = evaluate.plan(x, state)
     assert {c.path for c in plan.collectives if c.op == "all_gather"} >= {"up", "down"}
 
