@@ -4,7 +4,7 @@ In: the step as written for one device, and the options that describe it. Out: w
 arguments are state, how the batch is split, and the planned step for given shapes.
 """
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -227,17 +227,11 @@ class PlainStep:
         }
         return find_state(given, names, made.out, made.program, self.state_argnums)
 
-    def split(
-        self,
-        batch: tuple[Any, ...],
-        leaves: Sequence[Leaf],
-        axes: Axes,
-        states: tuple[Sequence[Leaf], Any],
-        same: Sequence[Collection[str]] | None = None,
-    ) -> tuple[Sharding, ...]:
-        """How each leaf of the batch is split: see `BatchDivision`."""
+    @property
+    def split(self) -> Callable[..., tuple[Sharding, ...]]:
+        """How each leaf of the batch is split: see `BatchDivision.shardings`."""
         division = BatchDivision(self.call, self.batch_spec, self.control, self.keys)
-        return division.shardings(batch, leaves, axes, states, same)
+        return division.shardings
 
     def planned(
         self,

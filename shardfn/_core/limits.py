@@ -55,8 +55,8 @@ STATIONARY_BYTES = 2**18
 H100's links they take a third of a microsecond, less than one collective's latency."""
 
 STATIONARY_GROUPS = 8
-"""Groups of alike leaves that are tried each by itself; of more, all stay or none: each
-trial plans the step once more."""
+"""Groups of alike leaves of which each is tried gathered while the others stay, the
+largest first: each trial plans the step once more."""
 
 # When what is planned moves
 

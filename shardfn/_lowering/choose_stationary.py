@@ -3,8 +3,8 @@
 In: a plan that gathers them, and a function that plans with some of them stationary.
 Out: the plan that sends least, judged as a whole: forward, backward and update, times
 the iterations of loops. The cost model is that of Pope et al., Efficiently Scaling
-Transformer Inference, arXiv:2211.05102, section 3. A plan in which everything that
-leaves meet is larger than they are, as in most training, is not planned twice.
+Transformer Inference, arXiv:2211.05102, section 3. A step in which what leaves meet is
+not much smaller than they are, as in most training, is not planned twice.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -209,25 +209,21 @@ def _moved_instead(
 ) -> float:
     """Bytes that an op moves if operand `i` stays as it is stored: what has the factor
     that is split is exchanged, what lacks it is gathered or summed."""
-    values = [(i, a, nbytes(aval_of(program, a))) for i, a in enumerate(node.inputs)]
-    made = sum(nbytes(program.avals[v]) for v in node.outputs)
-    if node.rule is None:
-        return made + sum(size for _, _, size in values)
-    rule, (split, *_) = node.rule, [s for s in stored if isinstance(s, Split)]
-    count = axes.sizes[axes.stored]
+    others = [j for j, a in enumerate(node.inputs) if j != i and isinstance(a, int)]
+    atoms = [*(node.inputs[j] for j in others), *node.outputs]
+    sizes = [nbytes(aval_of(program, atom)) for atom in atoms]
+    rule = node.rule
+    if rule is None:  # it takes the leaf whole, too
+        return sum(sizes) + nbytes(aval_of(program, node.inputs[i]))
+    axis, split = next((a, s) for a, s in enumerate(stored) if isinstance(s, Split))
     factor = None if split.dim < 0 else rule.major(rule.operands[i], split.dim)
 
     def part(dims: Any) -> float:
         has = factor is not None and rule.dim_of(dims, factor) is not None
-        return 1 / count if has else 1
+        return 1 / axes.sizes[axis] if has else 1
 
-    operands = sum(
-        size * part(rule.operands[j])
-        for j, atom, size in values
-        if j != i and isinstance(atom, int)
-    )
-    results = zip(node.outputs, rule.results, strict=True)
-    return operands + sum(nbytes(program.avals[v]) * part(d) for v, d in results)
+    each = [*(rule.operands[j] for j in others), *rule.results]
+    return sum(size * part(dims) for size, dims in zip(sizes, each, strict=True))
 
 
 def wire_bytes(program: Program, body: BodyPlan, axes: Axes, times: int = 1) -> int:

@@ -44,7 +44,7 @@ def stationary(sharding: Sharding) -> Sharding:
 
 
 Moved = tuple[int, float]
-"""Bytes of stationary leaves and their gradients that move, and bytes of all else."""
+"""How many stationary leaves and their gradients move, and bytes of all that does."""
 
 
 def meets_stationary(
