@@ -16,7 +16,7 @@ import jax
 from shardfn._core.errors import ShardingError, call_site, called, cannot_be, listed
 from shardfn._core.leaf_options import LEAF_OPTIONS, LeafOptions
 from shardfn._core.limits import SHOWN_MATCHES
-from shardfn._core.option_values import Option, StoredAxis
+from shardfn._core.option_values import Option, StoredAxis, shown_axes
 from shardfn._core.sharding import Axes
 
 Choices = tuple[tuple[str, Any], ...]
@@ -155,8 +155,8 @@ class Control:
             for name in map(axis_of, over or ()):
                 if name not in names:
                     raise ShardingError(
-                        f"shard={over} names mesh axis '{name}', but fully_shard was "
-                        f"given axis={tuple(names)}.\n"
+                        f"shard={shown_axes(over)} names mesh axis '{name}', but "
+                        f"fully_shard was given axis={tuple(names)}.\n"
                         f"  fully_shard was called at {call_site()}\n"
                         "Shard the state over these axes, over some of them, or pass "
                         "more of the mesh's as axis."

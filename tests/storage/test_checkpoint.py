@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -384,11 +385,13 @@ def test_restoring_again_and_again_leaves_nothing_behind(steps, tmp_path) -> Non
     gc.freeze()  # what is there before is not counted, nor looked through
     with Checkpoints(tmp_path, steps["8"]) as checkpoints:
         checkpoints.save(1, steps["8"].init(lambda: {k: jnp.ones(8) for k in SHAPES}))
-        for _ in range(3):
+        for _ in range(5):
             checkpoints.restore({k: jnp.ones(8) for k in SHAPES})
             gc.collect()
             counts.append(len(gc.get_objects()))
-    assert counts[2] - counts[1] < len(SHAPES), counts
+    gc.unfreeze()
+    # A thread may have made something of its own; what is lost, every restore adds.
+    assert min(b - a for a, b in pairwise(counts)) < len(SHAPES), counts
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
