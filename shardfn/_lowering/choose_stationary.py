@@ -7,12 +7,10 @@ Transformer Inference, arXiv:2211.05102, section 3. A step in which what leaves 
 not much smaller than they are, as in most training, is not planned twice.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from shardfn._core.errors import listed
-from shardfn._core.leaves import Names
 from shardfn._core.limits import (
     SHOWN_LEAVES,
     STATIONARY_BYTES,
@@ -20,14 +18,16 @@ from shardfn._core.limits import (
     STATIONARY_PART,
     STATIONARY_SHARE,
 )
-from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, communicating_moves
-from shardfn._core.program import Node, Program, aval_of
-from shardfn._core.sharding import Axes, Sharding, Split
-from shardfn._core.sizes import nbytes
+from shardfn._core.sharding import Axes
+from shardfn._lowering.sent_bytes import (
+    Made,
+    Use,
+    exchanged_bytes,
+    leaves_met,
+    uses_of,
+    wire_bytes,
+)
 from shardfn.analysis._text import size_text
-
-Made = tuple[Program, BodyPlan]
-"""A program and its plan, scheduled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,23 +86,6 @@ class StationaryChoice:
         return f"not stationary: {self.sent}, which saves less than {least}"
 
 
-@dataclass(frozen=True, slots=True)
-class Use:
-    """A gather of a leaf.
-
-    Attributes:
-      leaf: its names.
-      gathered: bytes of the leaf.
-      moved: bytes that are moved instead if the leaf stays.
-      times: how often.
-    """
-
-    leaf: Names
-    gathered: int
-    moved: float
-    times: int
-
-
 def choose_stationary(
     made: Made,
     asked: frozenset[str],
@@ -122,17 +105,22 @@ def choose_stationary(
     Returns:
       The plan, and what was found.
     """
-    gathered = {leaf for use in _uses(*made, axes) for leaf in use.leaf}
+    gathered = {leaf for use in uses_of(*made, axes) for leaf in use.leaf}
     # What nothing gathers, such as moments, is not to move because of what stays.
     others = (asked | may_stay) - gathered
     if asked:
         made = plan(asked | others)
-    groups, most = _alike(_uses(*made, axes), may_stay)
+    groups, most = _alike(uses_of(*made, axes), may_stay)
+    met = others.intersection(leaves_met(*made)) & may_stay
+    if not groups and not met:
+        return made, StationaryChoice(asked, others=others)
+    gathering = wire_bytes(*made, axes)
+    worth = max(STATIONARY_BYTES, STATIONARY_SHARE * gathering)
+    if met and (exchanged := exchanged_bytes(*made, axes)) >= worth:
+        groups, most, others = [*groups, met], most + exchanged, others - met
     if not groups:
         return made, StationaryChoice(asked, others=others)
     considered = frozenset().union(*groups)
-    gathering = wire_bytes(*made, axes)
-    worth = max(STATIONARY_BYTES, STATIONARY_SHARE * gathering)
     if most < worth:  # such as of a table that other leaves dwarf
         least = max(gathering - round(most), 0)
         return made, StationaryChoice(
@@ -175,75 +163,3 @@ def _alike(
             most += 2 * size - moved[leaf]
     alike = [frozenset(group) for _, group in sorted(groups.items(), reverse=True)]
     return alike, most
-
-
-def _uses(
-    program: Program, body: BodyPlan, axes: Axes, times: int = 1
-) -> Iterator[Use]:
-    """What each gather of a stored value is for."""
-    gathers = {
-        step.result: step
-        for step in body.steps
-        if isinstance(step, Reshard) and step.gathers_state
-    }
-    moved: dict[Ref, float] = {}
-    for step in body.steps:
-        if not isinstance(step, Apply):
-            continue
-        node = program.nodes[step.node]
-        inner = times * (step.times or 1)
-        for bodies in zip(node.bodies, step.bodies, strict=True):
-            yield from _uses(*bodies, axes, inner)
-        for i, ref in enumerate(step.operands):
-            if ref in gathers and not step.bodies:
-                size = _moved_instead(program, node, i, gathers[ref].path[0], axes)
-                moved[ref] = moved.get(ref, 0) + size
-    for ref, step in gathers.items():
-        size = nbytes(program.avals[ref.value])
-        leaf = program.leaf(step.source.value)
-        yield Use(leaf, size, moved.get(ref, size), times)
-
-
-def _moved_instead(
-    program: Program, node: Node, i: int, stored: Sharding, axes: Axes
-) -> float:
-    """Bytes that an op moves if operand `i` stays as it is stored: what has the factor
-    that is split is exchanged, what lacks it is gathered or summed."""
-    others = [j for j, a in enumerate(node.inputs) if j != i and isinstance(a, int)]
-    atoms = [*(node.inputs[j] for j in others), *node.outputs]
-    sizes = [nbytes(aval_of(program, atom)) for atom in atoms]
-    rule = node.rule
-    if rule is None:  # it takes the leaf whole, too
-        return sum(sizes) + nbytes(aval_of(program, node.inputs[i]))
-    axis, split = next((a, s) for a, s in enumerate(stored) if isinstance(s, Split))
-    factor = None if split.dim < 0 else rule.major(rule.operands[i], split.dim)
-
-    def part(dims: Any) -> float:
-        has = factor is not None and rule.dim_of(dims, factor) is not None
-        return 1 / axes.sizes[axis] if has else 1
-
-    each = [*(rule.operands[j] for j in others), *rule.results]
-    return sum(size * part(dims) for size, dims in zip(sizes, each, strict=True))
-
-
-def wire_bytes(program: Program, body: BodyPlan, axes: Axes, times: int = 1) -> int:
-    """Bytes that each device sends per step; a loop whose iterations nobody knows
-    counts once."""
-    total = 0.0
-    for step in body.steps:
-        if isinstance(step, Reshard):
-            total += times * sum(
-                move.wire_elements(step.part_shape, axes) * step.itemsize
-                for _, move in communicating_moves(step, axes)
-            )
-            continue
-        inner = times * (step.times or 1)
-        bodies: Sequence[Made] = [
-            *zip(program.nodes[step.node].bodies, step.bodies, strict=True)
-        ]
-        total += sum(wire_bytes(*each, axes, inner) for each in bodies)
-        total += sum(
-            wire_bytes(program.nodes[step.node].bodies[0], part.part, axes, inner)
-            for part in step.ahead
-        )
-    return round(total)

@@ -6,7 +6,7 @@ terms of a sum, in front of the leaf and behind it. Leaves themselves move only 
 factor lets them stay.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -116,6 +116,8 @@ class Meeting:
                 factor = self.factor_of(dims, split.dim)
                 if factor is not None:
                     factors.setdefault(factor, []).append(split)
+        for factor in self.free():
+            factors.setdefault(factor, [])
         stored = {factor: self.is_stored(each) for factor, each in factors.items()}
         able = [f for f in factors if self.can_part(f, stored[f])]
 
@@ -127,6 +129,15 @@ class Meeting:
             return None
         stays = any(split.stationary for split in factors[best])
         return best, Split(0, stored[best], stationary=stays)
+
+    def free(self) -> Iterator[str]:
+        """The factors of results, which need be split of no operand yet: rows that are
+        sent to experts in an order of their own are exchanged for all rows' parts."""
+        for dims in self.rule.results:
+            for dim in range(len(dims)):
+                factor = self.factor_of(dims, dim)
+                if factor is not None:
+                    yield factor
 
     def is_stored(self, splits: Sequence[Split]) -> bool:
         """Whether what has one of these splits belongs to a leaf: all operands do, or

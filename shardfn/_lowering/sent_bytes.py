@@ -1,0 +1,147 @@
+"""What a plan sends, and what it would send instead if leaves stayed.
+
+In: a program and its plan, scheduled. Out: bytes that each device sends, and for each
+leaf of the state what its gathers are for.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardfn._core.leaves import Names
+from shardfn._core.phases import UPDATE
+from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, communicating_moves
+from shardfn._core.program import Node, Program, aval_of, last_pass
+from shardfn._core.sharding import Axes, Sharding, Split
+from shardfn._core.sizes import elements, nbytes
+
+Made = tuple[Program, BodyPlan]
+"""A program and its plan, scheduled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """A gather of a leaf.
+
+    Attributes:
+      leaf: its names.
+      gathered: bytes of the leaf.
+      moved: bytes that are moved instead if the leaf stays.
+      times: how often.
+    """
+
+    leaf: Names
+    gathered: int
+    moved: float
+    times: int
+
+
+def uses_of(
+    program: Program, body: BodyPlan, axes: Axes, times: int = 1
+) -> Iterator[Use]:
+    """What each gather of a stored value is for."""
+    gathers = {
+        step.result: step
+        for step in body.steps
+        if isinstance(step, Reshard) and step.gathers_state
+    }
+    moved: dict[Ref, float] = {}
+    for step in body.steps:
+        if not isinstance(step, Apply):
+            continue
+        node = program.nodes[step.node]
+        inner = times * (step.times or 1)
+        for bodies in zip(node.bodies, step.bodies, strict=True):
+            yield from uses_of(*bodies, axes, inner)
+        for i, ref in enumerate(step.operands):
+            if ref in gathers and not step.bodies:
+                size = _moved_instead(program, node, i, gathers[ref].path[0], axes)
+                moved[ref] = moved.get(ref, 0) + size
+    for ref, step in gathers.items():
+        size = nbytes(program.avals[ref.value])
+        leaf = program.leaf(step.source.value)
+        yield Use(leaf, size, moved.get(ref, size), times)
+
+
+def leaves_met(program: Program, body: BodyPlan) -> Iterator[str]:
+    """The leaves that are where they are stored in an op that takes what is no leaf, as
+    experts do that tokens of the whole batch are sorted for."""
+    for step in body.steps:
+        if not isinstance(step, Apply):
+            continue
+        node = program.nodes[step.node]
+        for bodies in zip(node.bodies, step.bodies, strict=True):
+            yield from leaves_met(*bodies)
+        if step.bodies or last_pass(node).phase == UPDATE:
+            continue
+        operands = zip(node.inputs, step.operand_shardings, strict=True)
+        arrays = [(a, s) for a, s in operands if elements(aval_of(program, a)) > 1]
+        leaves = [program.leaf(a) if isinstance(a, int) else () for a, _ in arrays]
+        if not all(leaves):
+            stays = (any(isinstance(s, Split) for s in each) for _, each in arrays)
+            yield from itertools.chain(*itertools.compress(leaves, stays))
+
+
+def _moved_instead(
+    program: Program, node: Node, i: int, stored: Sharding, axes: Axes
+) -> float:
+    """Bytes that an op moves if operand `i` stays as it is stored: what has the factor
+    that is split is exchanged, what lacks it is gathered or summed."""
+    others = [j for j, a in enumerate(node.inputs) if j != i and isinstance(a, int)]
+    atoms = [*(node.inputs[j] for j in others), *node.outputs]
+    sizes = [nbytes(aval_of(program, atom)) for atom in atoms]
+    rule = node.rule
+    if rule is None:  # it takes the leaf whole, too
+        return sum(sizes) + nbytes(aval_of(program, node.inputs[i]))
+    axis, split = next((a, s) for a, s in enumerate(stored) if isinstance(s, Split))
+    factor = None if split.dim < 0 else rule.major(rule.operands[i], split.dim)
+
+    def part(dims: Any) -> float:
+        has = factor is not None and rule.dim_of(dims, factor) is not None
+        return 1 / axes.sizes[axis] if has else 1
+
+    each = [*(rule.operands[j] for j in others), *rule.results]
+    return sum(size * part(dims) for size, dims in zip(sizes, each, strict=True))
+
+
+def exchanged_bytes(program: Program, body: BodyPlan, axes: Axes) -> int:
+    """Bytes that each device sends of what is neither a leaf nor its gradient."""
+    return wire_bytes(program, body, axes, counts=_is_no_leaf)
+
+
+def _is_no_leaf(program: Program, step: Reshard) -> bool:
+    return not (step.stored or program.leaf(step.source.value))
+
+
+def wire_bytes(
+    program: Program,
+    body: BodyPlan,
+    axes: Axes,
+    times: int = 1,
+    counts: Callable[[Program, Reshard], bool] = lambda program, step: True,
+) -> int:
+    """Bytes that each device sends per step, of the moves that count; a loop whose
+    iterations nobody knows counts once."""
+    total = 0.0
+    for step in body.steps:
+        if isinstance(step, Reshard):
+            if not counts(program, step):
+                continue
+            total += times * sum(
+                move.wire_elements(step.part_shape, axes) * step.itemsize
+                for _, move in communicating_moves(step, axes)
+            )
+            continue
+        inner = times * (step.times or 1)
+        bodies: Sequence[Made] = [
+            *zip(program.nodes[step.node].bodies, step.bodies, strict=True)
+        ]
+        total += sum(wire_bytes(*each, axes, inner, counts) for each in bodies)
+        total += sum(
+            wire_bytes(
+                program.nodes[step.node].bodies[0], part.part, axes, inner, counts
+            )
+            for part in step.ahead
+        )
+    return round(total)
