@@ -98,7 +98,9 @@ class LeafOptions(TypedDict, total=False):
             float32, gradients that the step makes in bfloat16 leave their matrix
             product as float32 and are rounded after the sum, if at all: twice the bytes
             of a reduce-scatter. A narrower one than the step's halves them and rounds
-            each device's term. None: as the step makes them.""",
+            each device's term. What is summed behind a stationary leaf that is split
+            along what it contracts is summed in it, too. None: as the step makes
+            them.""",
         ),
     ]
     accumulate: Annotated[

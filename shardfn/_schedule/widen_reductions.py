@@ -1,4 +1,5 @@
-"""Sums gradients in a wider dtype than the program makes them in.
+"""Sums gradients, and activations behind stationary leaves, in a wider dtype than the
+program makes them in.
 
 In: a program, its plan, and the dtypes asked for. Out: the program in which operations
 whose results are summed over devices make them in the wider dtype, so that nothing is
@@ -6,6 +7,7 @@ rounded before the sum. What follows gets the sum rounded to its own dtype, or a
 if it would cast it to the wider one anyway.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,17 +21,18 @@ from shardfn._core.control import Control
 from shardfn._core.equation_key import equation_key
 from shardfn._core.leaves import Names
 from shardfn._core.plan import Apply, BodyPlan, Reshard
-from shardfn._core.program import Atom, Node, Program, live
+from shardfn._core.program import LITERAL, VALUE, Atom, Node, Program, live
 from shardfn._core.rule_registry import rule_of
 from shardfn._core.sharding import is_unreduced
-from shardfn._schedule.wire_dtypes import is_narrower, sums_gradient
+from shardfn._schedule.summed_leaves import summed_leaves
+from shardfn._schedule.wire_dtypes import is_narrower, sums, sums_gradient
 
 REARRANGES = ("transpose", "reshape", "squeeze", "broadcast_in_dim", "copy")
 """Primitives that compute nothing: what they make of a wide value is wide."""
 
 
 def widen(program: Program, body: BodyPlan, control: Control) -> Program:
-    """Makes the terms of gradients in the dtype that `reduce_dtype` asks for.
+    """Makes terms of sums in the dtype that `reduce_dtype` of their leaves asks for.
 
     Args:
       program: a program.
@@ -45,9 +48,15 @@ def widen(program: Program, body: BodyPlan, control: Control) -> Program:
         inner = zip(program.nodes[step.node].bodies, step.bodies, strict=True)
         bodies[step.node] = tuple(widen(p, plan, control) for p, plan in inner)
     asked = {}
+    summed = summed_leaves(program, body) if control.asked("reduce_dtype") else {}
     for step in body.steps:
-        if isinstance(step, Reshard) and sums_gradient(program, step):
-            dtype = control.of(*program.leaf(step.source.value)).reduce_dtype
+        if not isinstance(step, Reshard) or not sums(step):
+            continue
+        leaves = summed.get(step.source.value, ())
+        if sums_gradient(program, step):
+            leaves = program.leaf(step.source.value)
+        if leaves:
+            dtype = control.of(*leaves).reduce_dtype
             if dtype and is_narrower(step.dtype, dtype):
                 asked[step.source.value] = dtype
     chosen = _widened(program, applies, asked)
@@ -177,9 +186,8 @@ class _Rewrite:
             else atom
             for atom in node.inputs
         ]
-        twin = self.bind(
-            node, inputs, lambda *xs: node.eqn.primitive.bind(*xs, **params)
-        )
+        run = functools.partial(node.eqn.primitive.bind, **params)
+        twin = self.bind(node, inputs, node.kinds, run)
         self.twins[value] = twin
         self.cast(node, twin, own, value)
 
@@ -190,12 +198,14 @@ class _Rewrite:
     def cast(self, node: Node, atom: Atom, dtype: Any, value: int | None = None) -> int:
         """Adds a cast of `atom` that makes `value`, or else a new value."""
         run = lambda x: lax.convert_element_type(x, dtype)  # noqa: E731
-        return self.bind(node, [atom], run, value)
+        kind = VALUE if isinstance(atom, int) else LITERAL
+        return self.bind(node, [atom], (kind,), run, value)
 
     def bind(
         self,
         node: Node,
         inputs: Sequence[Atom],
+        kinds: tuple[str, ...],
         run: Callable[..., jax.Array],
         value: int | None = None,
     ) -> int:
@@ -215,6 +225,7 @@ class _Rewrite:
                 during=node.during,
                 rule=rule_of(eqn),
                 eqn_key=eqn_key,
+                kinds=kinds,
             )
         )
         return value

@@ -4,16 +4,19 @@ In: moves of a plan and the dtypes asked for. Out: moves that carry them: emit c
 front of such a move, and back behind it.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import jax.numpy as jnp
 
 from shardfn._core.control import Control
+from shardfn._core.leaves import Names
 from shardfn._core.phases import UPDATE
 from shardfn._core.plan import BodyPlan, Reshard, Step
 from shardfn._core.program import Program
 from shardfn._core.reasons import Note, noted
 from shardfn._core.sharding import Axes, Unreduced
+from shardfn._schedule.summed_leaves import summed_leaves
 
 EXTREMES = ("max", "min")
 
@@ -31,19 +34,29 @@ def choose_dtypes(
 
     Returns:
       The plan. Parameters are gathered in `gather_dtype` if that is narrower than their
-      own, gradients summed in `reduce_dtype`. Maxima of narrow floats are taken in
+      own, gradients summed in `reduce_dtype`, and what is summed over the factor that
+      splits a stationary leaf in that leaf's. Maxima of narrow floats are taken in
       float32: their bits are compared (see `_lowering.collectives`), and GPUs and TPUs
       compare no integers of 16 bits. So are sums that the compiler cannot make in their
       own dtype.
     """
+    summed = summed_leaves(program, body) if control.asked("reduce_dtype") else {}
     steps = tuple(
-        _chosen(program, step, control, axes) if isinstance(step, Reshard) else step
+        _chosen(program, step, control, axes, summed)
+        if isinstance(step, Reshard)
+        else step
         for step in body.steps
     )
     return replace(body, steps=steps)
 
 
-def _chosen(program: Program, step: Reshard, control: Control, axes: Axes) -> Step:
+def _chosen(
+    program: Program,
+    step: Reshard,
+    control: Control,
+    axes: Axes,
+    summed: Mapping[int, Names],
+) -> Step:
     asked = control.of(*program.leaf(step.source.value))
     dtype, why = None, ""
     if step.gathers_state and step.phase != UPDATE:
@@ -52,6 +65,8 @@ def _chosen(program: Program, step: Reshard, control: Control, axes: Axes) -> St
             dtype = None
     elif sums_gradient(program, step):
         dtype, why = asked.reduce_dtype, "reduce_dtype asks for it"
+    elif sums(step) and (leaves := summed.get(step.source.value)):
+        dtype, why = control.of(*leaves).reduce_dtype, "reduce_dtype asks for it"
     elif takes_extreme(step) and step.itemsize < 4:
         dtype, why = "float32", "the bits of maxima and minima are compared"
     if sums(step) and (dtype or step.dtype) in axes.cannot_sum:

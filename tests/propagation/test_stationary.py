@@ -307,3 +307,38 @@ def test_an_axis_that_is_left_to_xla_splits_too() -> None:
     moves = step.plan(state, x).collectives
     gathered = {c.path for c in moves if c.op == "all_gather"}
     assert not gathered & {"up", "down"}
+
+
+@pytest.mark.parametrize("asked", ["none", "all", "other", "own"])
+@pytest.mark.parametrize("name", ["down", "up"])
+def test_sums_behind_a_leaf_are_made_in_its_reduce_dtype(name: str, asked: str) -> None:
+    """(256 + 1) + (-256 + 0) is 1, and 0 if a term is rounded before the sum: of what a
+    leaf makes if it is split along what it contracts, and of its input's gradient."""
+    wide, dtypes = asked in ("all", "own"), {"other": "other", "own": name, "all": "*"}
+    dtype = "float32" if asked != "none" else None
+
+    def apply(p: Any, x: jax.Array) -> jax.Array:
+        if name == "down":
+            return x @ p[name]
+        value = lambda y: (y @ p[name] * x).astype(jnp.float32).sum()  # noqa: E731
+        return jax.grad(value)(jnp.zeros((2, 2), jnp.bfloat16))
+
+    terms = jnp.asarray([256, 1, -256, 0], jnp.bfloat16)[:, None]
+    down = jnp.concatenate([terms, terms], 1)
+    p = {name: down if name == "down" else down.T, "other": jnp.ones((2, 2))}
+    x = jnp.ones((2, 4), jnp.bfloat16)
+    step = shardfn.fully_shard(
+        lambda p, x: (p, apply(p, x)),
+        cpu_mesh(2),
+        min_size=2,
+        stationary=True,
+        shard={name: {"data": 0 if name == "down" else 1}},
+        reduce_dtype={dtypes.get(asked, "*"): dtype},
+    )
+    state = step.shard(p)
+    moves = step.plan(state, x).collectives
+    summed = {c.dtype for c in moves if c.op == "psum_scatter"}
+    assert summed == {"float32" if wide else "bfloat16"}
+    exact = {"xla_allow_excess_precision": False}
+    made = step.lower(state, x).compile(exact)(jax.tree.leaves(state), (x,))
+    assert set(np.array(made[-1], np.float32).ravel()) == {float(wide)}
