@@ -119,6 +119,8 @@ class Division:
 
 
 def _taken(leaves: list[Any], parts: Sequence[slice]) -> list[Any]:
+    if len(parts) == 1:
+        return leaves[parts[0]]
     return list(itertools.chain.from_iterable(leaves[part] for part in parts))
 
 
@@ -134,6 +136,8 @@ class Ready:
       batch: where each leaf of the batch belongs, and whether it is a scalar.
       rest: the structure of the batch, a `Rest`.
       donates: whether the state's buffers are given to the result.
+      without_values: whether the state has leaves of type float0, which are arrays of
+        NumPy's in JAX.
       moves: by the mesh that the caller's batch is on, results that are to be moved,
         and to which mesh: the same after every call.
     """
@@ -145,28 +149,32 @@ class Ready:
     batch: tuple[tuple[NamedSharding, bool], ...]
     rest: Any
     donates: bool
+    without_values: bool
     moves: dict[Mesh, tuple[tuple[int, Mesh], ...]] = field(default_factory=dict)
 
     def arrays(
         self, state: Sequence[Any]
-    ) -> tuple[list[jax.Array], KnownArrays | None] | None:
+    ) -> tuple[list[jax.Array], KnownArrays] | tuple[None, None]:
         """The arrays that store the state's leaves, if they are stored as the step
         takes them, and alive; and what is known of them."""
         found = list(state)
         for i in self.padded:
             x = found[i]
             if type(x) is not StoredArray or x.shape != self.kinds[i].shape:
-                return None
+                return None, None
             found[i] = x.array
         known = last_states.find(found, self.kinds)
         if known is None:
             if not all(map(Kind.fits, self.kinds, found)):
-                return None
+                return None, None
             known = KnownArrays.of(found, self.kinds)
             last_states.add(known)
-        # Leaves without values (float0) are arrays of NumPy's in JAX.
-        arrays = [x for x in found if type(x) in compat.CONCRETE_ARRAYS]
-        return None if any([x.is_deleted() for x in arrays]) else (found, known)
+        arrays = found
+        if self.without_values:
+            arrays = [x for x in found if type(x) in compat.CONCRETE_ARRAYS]
+        if any([x.is_deleted() for x in arrays]):
+            return None, None
+        return found, known
 
     def apart(
         self,
@@ -201,7 +209,6 @@ class Ready:
         storage: Storage,
         batch: Sequence[Any],
         stored: Sequence[Any],
-        known: KnownArrays | None,
     ) -> Any:
         """What the step returns: results on the caller's mesh, the new state's arrays
         known to the next call, and padded leaves in their own shapes.
@@ -211,7 +218,6 @@ class Ready:
           storage: how the state is stored.
           batch: the leaves of the batch, as the caller gave them.
           stored: the state's arrays, as the jitted step took them.
-          known: what was known of them.
         """
         flat, tree = jax.tree.flatten(out)
         new = new_leaves(tree, meaning_of(self.rest))
@@ -224,8 +230,7 @@ class Ready:
         if self.donates:
             arrays = [flat[i] for i in new]
             arrays += stored[len(arrays) :]
-            made = KnownArrays.of(arrays, self.kinds, len(new), next_call())
-            last_states.add(made, instead=known)
+            last_states.add(KnownArrays.of(arrays, self.kinds, len(new), next_call()))
         for i in self.padded:
             if i < self.returned:
                 j, kind = new[i], self.kinds[i]

@@ -73,10 +73,13 @@ class LastStates:
                 return known
         return None
 
-    def add(self, new: KnownArrays, instead: KnownArrays | None = None) -> None:
-        """Remembers a state, and forgets one that it was made of."""
-        others = (x for x in self.known if x is not instead)
-        self.known = (new, *others)[:KNOWN_STATES]
+    def add(self, new: KnownArrays) -> None:
+        """Remembers a state."""
+        self.known = (new, *self.known)[:KNOWN_STATES]
+
+    def forget(self, old: KnownArrays) -> None:
+        """Forgets a state that was donated."""
+        self.known = tuple(x for x in self.known if x is not old)
 
     def calls(self) -> dict[int, int]:
         """The numbers of the calls that made arrays which still are, by the `id` of the

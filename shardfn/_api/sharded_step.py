@@ -15,6 +15,7 @@ from shardfn._api.call_arguments import by_position
 from shardfn._api.call_cache import Division, Kind, Ready, types_of
 from shardfn._api.compiled_steps import Programs, caches_apart, given
 from shardfn._api.first_run import check_first_run
+from shardfn._api.known_arrays import last_states
 from shardfn._api.methods import Known, Method, binds, bound_to
 from shardfn._api.nnx_modules import Call, call_of, has_modules
 from shardfn._api.report_methods import ReportMethods
@@ -140,11 +141,9 @@ class ShardedStep(ReportMethods, Generic[P, R]):
         state, flat_batch = division.divide(flat) if division else ([], [])
         key = self._key(division, flat_batch) if division else None
         ready = None if key is None else self._ready.find(key)
-        found = None if ready is None else ready.arrays(state)
+        stored, known = (None, None) if ready is None else ready.arrays(state)
         placed = None if ready is None else ready.place(flat_batch)
-        if ready is not None and found is not None and placed is not None:
-            stored, known = found
-        else:
+        if ready is None or stored is None or placed is None:
             states, batch = self._divide(given_args, {})
             flat_batch, known = jax.tree.leaves(batch), None
             ready, stored, placed = self._prepare(states, batch)
@@ -161,7 +160,12 @@ class ShardedStep(ReportMethods, Generic[P, R]):
             out = ready.run(*given(stored, ready.returned, ready.rest, placed))
         except jax.errors.UnexpectedTracerError as error:
             raise leaked_tracer() from error
-        return ready.hand_back(out, self.storage, flat_batch, stored, known)
+        if ready.donates and known is not None:
+            # Before the new state is known: Python collects garbage whenever there are
+            # some hundred objects more than before, and this frees one for each leaf.
+            last_states.forget(known)
+            known = None
+        return ready.hand_back(out, self.storage, flat_batch, stored)
 
     # Inside
 
@@ -249,6 +253,7 @@ class ShardedStep(ReportMethods, Generic[P, R]):
             ),
             rest=batch_tree,
             donates=self.programs.donate and not whole,
+            without_values=any(k.aval.dtype == jax.dtypes.float0 for k in kinds),
         )
         types = tuple((x.aval, x.auto) for x in (*leaves, *batch_leaves))
         program = (

@@ -138,6 +138,27 @@ def test_an_array_of_the_place_of_a_dead_one_is_not_taken_for_it() -> None:
     assert not any(known.are([x]) for x in others)
 
 
+def test_a_call_leaves_no_more_objects_behind_than_it_was_given() -> None:
+    """References to the new arrays came before those to the old ones went: Python
+    collected garbage in every call of a step with some hundred leaves."""
+    x = jax.device_put(jnp.ones(4), jax.NamedSharding(MESH, jax.P("data")))
+    state, collections = [jnp.zeros(8)] * 200, []
+    step = shardfn.fully_shard(lambda s, x: ([w + 1 for w in s], ()), MESH)
+    state, before = step.shard(state), gc.get_threshold()
+    for _ in range(2):
+        state, _ = step(state, x)
+    gc.collect()
+    gc.callbacks.append(lambda phase, info: collections.append(phase))
+    gc.set_threshold(380, *before[1:])
+    try:
+        for _ in range(5):
+            state, _ = step(state, x)
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.pop()
+    assert collections == []
+
+
 def test_what_is_remembered_is_bounded() -> None:
     """Evaluation reads each state, whose leaves are others to it."""
     state = new_state()
