@@ -1,0 +1,114 @@
+"""In: rows that `stationary.py` has measured. Out: its tables, in Markdown."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from stationary_cases import Case
+from stationary_llama import MEGATRON
+
+Row = Mapping[str, Any]
+Rows = Mapping[str, Row]
+"""By program."""
+
+COLUMNS = ("gathered", "chosen", "asked", "jit", "jit asked")
+OF_DECODING = (
+    "program",
+    "sent",
+    "of the least",
+    "collectives per layer",
+    "peak temporary",
+    "predicted",
+    "of Megatron's",
+)
+OF_ROWS = (
+    "case",
+    "chip",
+    "program",
+    "planned",
+    "sent",
+    "largest array moved",
+    "collectives",
+    "peak temporary",
+    "predicted",
+)
+
+
+def mib(size: float) -> str:
+    return f"{size / 2**20:,.2f} MiB"
+
+
+def ms(seconds: float) -> str:
+    return f"{1e3 * seconds:,.2f} ms"
+
+
+def table(header: tuple[str, ...], lines: Iterator[list[str]]) -> str:
+    marks = ["---"] * len(header)
+    return "\n".join(f"| {' | '.join(row)} |" for row in ([*header], marks, *lines))
+
+
+def failure(row: Row) -> str:
+    full = "RESOURCE_EXHAUSTED" in row["error"]
+    return "does not fit" if full else row["error"]
+
+
+def cases_table(measured: Mapping[tuple[str, str], Rows], cases: Mapping[str, Case]):
+    """What a device sends, and the predicted step, by case and chip."""
+
+    def cell(row: Row | None) -> str:
+        if row is None or "error" in row:
+            return failure(row) if row else ""
+        return f"{mib(row['wire'])}, {ms(row['seconds'])}"
+
+    def lines() -> Iterator[list[str]]:
+        for (name, chip), rows in measured.items():
+            cells = (cell(rows.get(program)) for program in COLUMNS)
+            yield [name, chip, *cells, mib(cases[name].least)]
+
+    return table(("case", "chip", *COLUMNS, "least"), lines())
+
+
+def decoding_table(rows: Rows, case: Case) -> str:
+    """Of a decoded token: every program beside Megatron by hand."""
+    hand = [rows[name]["seconds"] for name in MEGATRON if name in rows]
+
+    def lines() -> Iterator[list[str]]:
+        for program, row in rows.items():
+            if "error" in row:
+                yield [program, failure(row)]
+                continue
+            yield [
+                program,
+                mib(row["wire"]),
+                f"{row['wire'] / case.least:,.2f}",
+                f"{row['per_layer']:.0f}",
+                mib(row["temporary"]),
+                ms(row["seconds"]),
+                f"{row['seconds'] / min(hand):.2f}" if hand else "",
+            ]
+
+    return table(OF_DECODING, lines())
+
+
+def rows_table(measured: Mapping[tuple[str, str], Rows]) -> str:
+    """Every figure."""
+
+    def lines() -> Iterator[list[str]]:
+        for (name, chip), rows in measured.items():
+            for program, row in rows.items():
+                if "error" in row:
+                    yield [name, chip, program, failure(row)]
+                    continue
+                planned = mib(row["planned"]) if "planned" in row else ""
+                yield [
+                    name,
+                    chip,
+                    program,
+                    planned + ("" if row.get("as_planned", True) else " (*)"),
+                    mib(row["wire"]),
+                    mib(row["largest"]),
+                    f"{row['collectives']:,.0f}",
+                    mib(row["temporary"]),
+                    ms(row["seconds"]),
+                ]
+
+    return table(OF_ROWS, lines()) + "\n\n(*): the compiler moves something else."
