@@ -39,7 +39,8 @@ from shardfn._core.sharding import (
     Sharding,
     partition_spec,
 )
-from shardfn._lowering.collectives import run_move, varying
+from shardfn._lowering.collectives import run_move
+from shardfn._lowering.move_lowerings import varying
 from shardfn.storage._leaves import leaves_of
 
 P = ParamSpec("P")

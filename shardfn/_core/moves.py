@@ -1,14 +1,14 @@
 """Moves: what takes a value from one sharding to the next on a path.
 
 In: two shardings that differ on one mesh axis. Out: a `Move`, a frozen value that knows
-what each device sends, whom it may join, and which collective it compiles to. A new
-move is a class here, a case in `move_of` and a lowering in `_lowering.collectives`, or
-there and in `_lowering.joined_collectives` if it joins.
+what each device sends, when a path may take it, whom it may join, and which collective
+it compiles to. A new move is a class here, with a case in `move_of`, and its lowering
+in `_lowering.collectives`.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from shardfn._core.sharding import (
@@ -18,7 +18,9 @@ from shardfn._core.sharding import (
     Split,
     Unreduced,
     along,
+    axes_of,
     local_shape,
+    on_axis,
     stored_shape,
 )
 
@@ -72,6 +74,17 @@ class Move:
         """What the collective reduces terms by; "" if it does not reduce."""
         return self.state.op if self.sums and isinstance(self.state, Unreduced) else ""
 
+    def fits(self, shape: Sequence[int], axes: Axes) -> bool:
+        """Whether a path may take it with a value of global `shape`; the way around is
+        by a whole value."""
+        return True
+
+    @classmethod
+    def arrivals(cls, goal: Split, size: int) -> tuple[Split, ...]:
+        """The splits to go through, `goal` the last, from blocks of `size` rows to such
+        a goal as this kind of move alone reaches; none to others."""
+        return ()
+
     def devices(self, shape: Sequence[int], axes: Axes) -> int:
         """How many devices talk to each other about a value of global `shape`."""
         return min(
@@ -110,6 +123,9 @@ class ReduceScatter(Move):
     joins = sums = True
     trips = 1
 
+    def fits(self, shape: Sequence[int], axes: Axes) -> bool:
+        return self.reduces == "sum"
+
     def elements(self, shape: Sequence[int], axes: Axes) -> int:
         parts = math.prod(
             axes.sizes[a]
@@ -147,6 +163,18 @@ class AllToAll(Move):
     hlo_ops = ("all-to-all", "ragged-all-to-all")
     trips = 1
 
+    def fits(self, shape: Sequence[int], axes: Axes) -> bool:
+        """Both dimensions have to be divided, and the first by this axis alone."""
+        state, goal = self.state, self.goal
+        assert isinstance(state, Split) and isinstance(goal, Split)
+        if min(state.dim, goal.dim) < 0:
+            return False
+        if axes_of(self.before, state.dim) != (self.axis,):
+            return False
+        count = axes.sizes[self.axis]
+        local = local_shape(shape, on_axis(self.before, self.axis, None), axes)
+        return shape[state.dim] % count == 0 and local[goal.dim] % count == 0
+
 
 class Regroup(Move):
     """Blocks of a dimension become blocks of each of its runs, such as microbatches.
@@ -156,6 +184,10 @@ class Regroup(Move):
     op = "all_to_all"
     hlo_ops = AllToAll.hlo_ops
     trips = 1
+
+    @classmethod
+    def arrivals(cls, goal: Split, size: int) -> tuple[Split, ...]:
+        return (goal,) if goal.runs else ()
 
     @property
     def runs(self) -> tuple[int, int]:
@@ -176,6 +208,12 @@ class Permute(Move):
     name = op = "ppermute"
     hlo_ops = ("collective-permute",)
     trips = 1
+
+    @classmethod
+    def arrivals(cls, goal: Split, size: int) -> tuple[Split, ...]:
+        """First by whole blocks, then by the rows that are left."""
+        blocks = replace(goal, shift=round(goal.shift / size) * size)
+        return (blocks, goal) if goal.shift else ()
 
     def shift(self, shape: Sequence[int], axes: Axes) -> tuple[int, int, int]:
         """The dimension that is shifted, by how many whole blocks or how many rows."""

@@ -1,13 +1,14 @@
 """From one sharding of a value to another: which way, at most one mesh axis at a time.
 
 In: two shardings and the value's shape. Out: a path of shardings in which neighbours
-differ on one mesh axis; what is between them is a move (see `moves`).
+differ on one mesh axis; what is between them is a move, which knows itself when it may
+be taken (see `moves`).
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
+from shardfn._core.moves import MOVES, move_of
 from shardfn._core.sharding import (
     Axes,
     Sharding,
@@ -60,15 +61,12 @@ def reshard_path(
         after = _next(path[-1], unshifted, shape, axes)
         assert after not in path, f"no path from {start} to {end}: {path}"
         path.append(after)
-    for axis, state in enumerate(end):
-        if isinstance(state, Split) and state.runs:
-            path.append(on_axis(path[-1], axis, state))
-        elif isinstance(state, Split) and state.shift:
-            rows = local_shape(shape, unshifted, axes)[state.dim]
-            blocks = replace(state, shift=round(state.shift / rows) * rows)
-            for goal in (blocks, state):
-                if path[-1][axis] != goal:
-                    path.append(on_axis(path[-1], axis, goal))
+    for axis, goal in enumerate(end):
+        if isinstance(goal, Split) and goal != unshifted[axis]:
+            size = local_shape(shape, unshifted, axes)[goal.dim]
+            for state in (s for kind in MOVES for s in kind.arrivals(goal, size)):
+                if path[-1][axis] != state:
+                    path.append(on_axis(path[-1], axis, state))
     return tuple(path)
 
 
@@ -85,12 +83,10 @@ def _shrink(
         state, goal = now[axis], end[axis]
         if not isinstance(goal, Split) or state == goal:
             continue
-        if isinstance(state, Split):
-            if state.dim == goal.dim:
-                return on_axis(now, axis, goal)
-            if not _can_exchange(now, axis, state, goal, shape, axes):
-                continue
-        if isinstance(state, Unreduced) and state.op != "sum":
+        after = on_axis(now, axis, goal)
+        if isinstance(state, Split) and state.dim == goal.dim:
+            return after
+        if not move_of(now, after).fits(shape, axes):
             continue
         done = tuple(a for a in axes_of(end, goal.dim) if a < axis)
         present = axes_of(on_axis(now, axis, None), goal.dim)
@@ -99,24 +95,8 @@ def _shrink(
             isinstance(s, Split) for s in others
         )
         if present == done and not flat_conflict:
-            return on_axis(now, axis, goal)
+            return after
     return None
-
-
-def _can_exchange(
-    now: Sharding,
-    axis: int,
-    state: Split,
-    goal: Split,
-    shape: Sequence[int],
-    axes: Axes,
-) -> bool:
-    """Whether an all-to-all can move the split of `axis` to another dimension."""
-    if min(state.dim, goal.dim) < 0 or axes_of(now, state.dim) != (axis,):
-        return False
-    count = axes.sizes[axis]
-    local = local_shape(shape, on_axis(now, axis, None), axes)
-    return shape[state.dim] % count == 0 and local[goal.dim] % count == 0
 
 
 def _mark_terms(

@@ -2,19 +2,19 @@
 
 In: a local value, its global shape and two neighbouring shardings. Out: the local value
 in the second one. Values are typed as JAX types them under `check_vma=True`: replicated
-along an axis means invarying along it.
+along an axis means invarying along it. A move that joins has a second lowering behind
+its own, or with the first three in `joined_collectives`.
 """
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardfn._core import compat
 from shardfn._core.errors import ShardingError, called, step_name
 from shardfn._core.moves import (
     AllGather,
@@ -22,7 +22,6 @@ from shardfn._core.moves import (
     AllToAll,
     GatherTerms,
     Mask,
-    Move,
     Permute,
     ReduceScatter,
     Regroup,
@@ -30,36 +29,17 @@ from shardfn._core.moves import (
     Slice,
     move_of,
 )
-from shardfn._core.sharding import (
-    Axes,
-    AxisSharding,
-    Sharding,
-    Split,
-    along,
-    local_shape,
-    on_axis,
-    viewed,
+from shardfn._core.sharding import Axes, Sharding, along, local_shape, viewed
+from shardfn._lowering.move_lowerings import (
+    LOWERINGS,
+    Names,
+    cut_to,
+    dim_of,
+    lowering,
+    names_of,
+    to_scatter,
+    varying,
 )
-
-Names = tuple[str, ...]
-"""What `shard_map` binds for one mesh axis."""
-
-
-Lowering = Callable[[jax.Array, Sequence[int], Any, Axes], jax.Array]
-"""Moves a local block of a value of that global shape."""
-
-
-LOWERINGS: dict[type[Move], Lowering] = {}
-
-
-def lowering(kind: type[Move]) -> Callable[[Lowering], Lowering]:
-    """Registers how a kind of move is done."""
-
-    def register(run: Lowering) -> Lowering:
-        LOWERINGS[kind] = run
-        return run
-
-    return register
 
 
 def run_move(
@@ -204,32 +184,6 @@ def _mask(x: jax.Array, shape: Sequence[int], move: Mask, axes: Axes) -> jax.Arr
     return jnp.where(lax.axis_index(name) == 0, x, jnp.zeros_like(x))
 
 
-# Helpers
-
-
-def to_scatter(
-    x: jax.Array, shape: Sequence[int], move: Move, axes: Axes
-) -> tuple[jax.Array, int]:
-    """`x`, flattened if need be and padded so that the devices of the axis divide it,
-    and the dimension that they are to divide."""
-    full = local_shape(shape, on_axis(move.before, move.axis, None), axes)
-    view, dim = viewed(full, dim_of(move.goal))
-    local = local_shape(shape, move.after, axes)[dim]
-    parts = along(move.after, move.axis, axes)
-    return _pad_to(x.reshape(view), dim, local * parts), dim
-
-
-def names_of(move: Move, axes: Axes) -> Names:
-    """The names of the mesh axes that a move is over, as `shard_map` binds them."""
-    groups = (s.group for s in (move.state, move.goal) if isinstance(s, Split))
-    return axes.bound(move.axis, max(groups, default=0))
-
-
-def dim_of(state: AxisSharding) -> int:
-    assert isinstance(state, Split)
-    return state.dim
-
-
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _extreme(x: jax.Array, name: Names, collective: Any) -> jax.Array:
     """A maximum or minimum over devices, NaN if any device has NaN.
@@ -263,23 +217,3 @@ def _no_derivative(name: Names, *_: Any) -> NoReturn:
 
 def _any(x: jax.Array, name: Names) -> jax.Array:
     return lax.pmax(x.astype(jnp.int8), name).astype(jnp.bool_)
-
-
-def _pad_to(x: jax.Array, dim: int, size: int) -> jax.Array:
-    missing = size - x.shape[dim]
-    if not missing:
-        return x
-    config = [(0, missing if d == dim else 0, 0) for d in range(x.ndim)]
-    return lax.pad(x, jnp.zeros((), x.dtype), config)
-
-
-def cut_to(x: jax.Array, dim: int, size: int) -> jax.Array:
-    if x.shape[dim] == size:
-        return x
-    return lax.slice_in_dim(x, 0, size, axis=dim)
-
-
-def varying(x: jax.Array, *names: str) -> jax.Array:
-    """`x` with its type varying over the mesh axes `names` too."""
-    missing = tuple(n for n in names if n not in compat.varying_axes(x))
-    return compat.cast_varying(x, missing)

@@ -21,8 +21,9 @@ from shardfn._core.program import Node, Program
 from shardfn._core.regions import span
 from shardfn._core.resharding import reshard_path
 from shardfn._core.sharding import Axes, Sharding, axes_of
-from shardfn._lowering.collectives import run_move, varying
+from shardfn._lowering.collectives import run_move
 from shardfn._lowering.custom_derivatives import run_custom
+from shardfn._lowering.move_lowerings import varying
 from shardfn._lowering.prefetching_scan import Part, scan_ahead
 
 Arrays = Sequence[jax.Array]

@@ -25,8 +25,8 @@ from shardfn._core.sharding import (
     stored_shape,
     viewed,
 )
-from shardfn._lowering.collectives import LOWERINGS, run_move
-from shardfn._lowering.joined_collectives import JOINED
+from shardfn._lowering.collectives import run_move
+from shardfn._lowering.move_lowerings import JOINED, LOWERINGS
 
 AXES = Axes(("replica", "data"), (2, 4))
 THREE = Axes(("pod", "replica", "data"), (2, 2, 3))
