@@ -167,10 +167,13 @@ class Missing:
 
 sys.meta_path.insert(0, Missing())
 
+import tempfile
+
 import jax
 import jax.numpy as jnp
 
 import shardfn
+from shardfn.storage.checkpoint import Checkpoints
 from shardfn.testing import assert_parity
 
 jax.config.update("jax_num_cpu_devices", 2)
@@ -189,6 +192,12 @@ for _ in range(2):
 assert losses[1] < losses[0]
 assert "all_gather" in str(step.plan(w, x))
 assert_parity(train_step, mesh, jnp.eye(4), x)
+with tempfile.TemporaryDirectory() as directory:
+    with Checkpoints(directory, step) as checkpoints:
+        checkpoints.save(2, w)
+        checkpoints.wait()
+        restored = checkpoints.restore(jax.eval_shape(lambda: jnp.eye(4)))
+assert (step.unshard(restored) == step.unshard(w)).all()
 assert not set(LIBRARIES) & {name.split(".")[0] for name in sys.modules}
 """
 

@@ -54,11 +54,12 @@ def with_moments(
     """Gives optimizer moments the automatic axes of their parameters.
 
     A leaf that is not split over automatic axes takes the split of a leaf of its shape
-    whose path ends like its own, in as many keys as any leaf's does; of several, of the
-    one whose subtree has most of the leaves beside it, as `params` has all of
-    `opt_state/0/mu`. It has to lie deeper than that leaf, as
-    `opt_state/0/mu/dense/kernel` does and `params/norm/scale` beside
-    `params/dense/scale` does not, unless it does not say how it is split.
+    whose path ends like its own, in as many keys as any leaf's does; of several, of one
+    that says how it is split, and of these of the one whose subtree has most of the
+    leaves in common with its own, as `params` has all with `opt_state/0/mu`. It has to
+    lie deeper than that leaf, as `opt_state/0/mu/dense/kernel` does and
+    `params/norm/scale` near `params/dense/scale` does not, unless it does not say how
+    it is split.
 
     Args:
       paths: tree path of each leaf.
@@ -89,12 +90,14 @@ def with_moments(
         others = [j for j in alike[path[-1:], shape] if j != i]
         common = {j: _common_end(path, paths[j]) for j in others}
         longest = max([1, *common.values()])
-        found = {
-            j: (found_in(path[:-longest], tuple(paths[j])[:-longest]), bool(autos[j]))
-            for j in others
-            if common[j] == longest
-            and (autos[i] is None or len(path) > len(paths[j]) or not autos[j])
-        }
+        found: dict[int, tuple[bool, int, bool]] = {}
+        for j in (j for j in others if common[j] == longest):
+            is_split, is_deeper = bool(autos[j]), len(path) > len(paths[j])
+            if is_split and not is_deeper and autos[i] is not None:
+                continue
+            says = is_split or (autos[j] is not None and is_deeper)
+            in_common = found_in(path[:-longest], tuple(paths[j])[:-longest])
+            found[j] = (says, in_common, is_split)
         best = max(found, key=lambda j: found[j], default=i)
         out.append(autos[i] or autos[best] or ())
     return out

@@ -1,5 +1,6 @@
 """In: everything in optax and optax.contrib that makes a gradient transformation, found
-by listing the packages. Out: over 8 devices it updates a small state as over one.
+by listing the packages. Out: over 8 devices it updates a small state as over one, and
+its moments take their parameters' automatic axes.
 """
 
 import inspect
@@ -17,6 +18,7 @@ from sharded_and_plain import make_mesh
 from tiers import tiered
 
 import shardfn
+from shardfn.storage._related_leaves import with_moments
 from shardfn.storage._stored_array import stored_array
 from shardfn.testing import assert_same
 
@@ -292,3 +294,60 @@ def test_updates_as_on_one_device(name: str) -> None:
         assert_same(
             plain_state, whole, f"step {k + 1}, state", tol=tol, weak_types=False
         )
+
+
+# Of one shape one leaf is split and another is not, or along another dimension.
+SPLIT = {
+    "w": {"k": ((8, 12), (("model",), ())), "q": ((8, 12), ((), ("model",)))},
+    "b": {"k": ((13,), (("model",),)), "q": ((13,), ())},
+    "s": {"k": ((), ())},
+}
+# Their states have no leaf of a parameter, or several leaves in place of one.
+NOT_BY_PARAMETER = """
+flatten lbfgs lookahead scale_by_backtracking_linesearch scale_by_sm3
+scale_by_zoom_linesearch sm3
+""".split()
+
+
+def test_moments_are_split_as_the_parameters_that_optax_names() -> None:
+    """Optax knows them by the transformation, which a step does not show."""
+    found = {"as a parameter": 0, "whole": 0}
+    for name in sorted({*transformations()} - {*NOT_BY_PARAMETER}):
+        leaves, _ = LEAVES.get(name, (tuple(SPLIT), ""))
+        each = [SPLIT[k][n] for k in sorted(leaves) for n in sorted(SPLIT[k])]
+        params = {
+            k: {n: jnp.ones(shape) for n, (shape, _) in SPLIT[k].items()}
+            for k in leaves
+        }
+        tx = make_transformation(name)
+        state = {"opt": jax.eval_shape(tx.init, params), "params": params}
+        flat, _ = jax.tree_util.tree_flatten_with_path(state)
+        paths, shapes = [p for p, _ in flat], [x.shape for _, x in flat]
+        own, moments = [auto for _, auto in each], len(flat) - len(each)
+        # Leaves of the optimizer say that they are whole, or say nothing.
+        whole, unsaid = (
+            with_moments(paths, shapes, [says] * moments + own) for says in ((), None)
+        )
+        for i, index in enumerate(_parameters(tx, state)):
+            shape, auto = ((), ()) if index is None else each[index]
+            if shapes[i] == shape or index is None:
+                at = f"{name}{jax.tree_util.keystr(paths[i])}"
+                assert whole[i] == unsaid[i] == auto, at
+                found["whole" if index is None else "as a parameter"] += 1
+    assert min(found.values()) >= 100
+
+
+def _parameters(tx: optax.GradientTransformation, state: Any) -> list[int | None]:
+    """For each leaf of an optimizer's state, which parameter's it is, by number."""
+    numbers = iter(range(len(jax.tree.leaves(state["params"]))))
+    numbered = jax.tree.map(lambda _: [next(numbers)], state["params"])
+    marked = optax.tree_utils.tree_map_params(
+        tx,
+        lambda leaf, number: [] if isinstance(leaf, optax.MaskedNode) else number,
+        state["opt"],
+        numbered,
+        transform_non_params=lambda _: [None],
+        is_leaf=lambda x: isinstance(x, optax.MaskedNode),
+    )
+    lists = jax.tree.leaves(marked, is_leaf=lambda x: isinstance(x, list))
+    return [number for each in lists for number in each]

@@ -338,3 +338,31 @@ def test_a_step_whose_caches_alone_come_back_goes_on(monkeypatch) -> None:
     params, cache = {"w": jnp.zeros((7, 3))}, {"k": jnp.zeros((16, 4, 3))}
     assert_parity(decode, make_mesh("8"), params, cache, X, steps=3)
     assert seen == [1, 1, 2, 2, 3, 3]
+
+
+@chex.dataclass(frozen=True)
+class ChexState:
+    w: chex.Array
+    count: chex.Array
+
+
+def test_states_and_assertions_of_chex() -> None:
+    """A step that chex counts the traces of, and that asserts what it knows of shapes:
+    those of the whole batch."""
+
+    @chex.assert_max_traces(n=2)
+    def step(state: ChexState, x: jax.Array) -> tuple[ChexState, jax.Array]:
+        chex.assert_shape([x, state.w], [(16, 7), (7, 24)])
+        loss, grad = jax.value_and_grad(lambda w: jnp.square(x @ w).mean())(state.w)
+        return state.replace(w=state.w - 0.1 * grad, count=state.count + 1), loss
+
+    state = ChexState(w=make_state()["w"], count=jnp.int32(0))
+    assert_parity(step, make_mesh("8"), state, X)
+    sharded = shardfn.fully_shard(step, make_mesh("8"), min_size=0)
+    chex.clear_trace_counter()
+    stored = sharded.shard(state)
+    for _ in range(3):
+        stored, _ = sharded(stored, X)
+    chex.assert_trees_all_equal_shapes_and_dtypes(stored, state)
+    chex.assert_tree_all_finite(stored)
+    assert "w" in str(sharded.plan(stored, X)) and int(stored.count) == 3
