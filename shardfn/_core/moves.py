@@ -161,6 +161,7 @@ class AllToAll(Move):
 
     name = op = "all_to_all"
     hlo_ops = ("all-to-all", "ragged-all-to-all")
+    joins = True
     trips = 1
 
     def fits(self, shape: Sequence[int], axes: Axes) -> bool:

@@ -10,13 +10,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardfn._core.moves import AllGather, AllReduce, ReduceScatter, move_of
+from shardfn._core.moves import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    ReduceScatter,
+    move_of,
+)
 from shardfn._core.sharding import Axes, Sharding, local_shape, viewed
 from shardfn._lowering.collectives import run_move
 from shardfn._lowering.move_lowerings import (
     JOINED,
     Block,
     cut_to,
+    dim_of,
     end_to_end,
     in_one_row,
     joined,
@@ -82,12 +89,39 @@ def _scatter_together(blocks: Sequence[Block], axes: Axes) -> list[jax.Array]:
     name, n = names_of(first, axes), first.devices(blocks[0].shape, axes)
     rows, made = [], []
     for b in blocks:
-        x, dim = to_scatter(b.x, b.shape, b.move, axes)
-        local = x.shape[dim] // n
-        x = x.reshape(*x.shape[:dim], n, local, *x.shape[dim + 1 :])
-        rows.append(jnp.moveaxis(x, dim, 0).reshape(n, -1))
-        made.append((*x.shape[:dim], *x.shape[dim + 1 :]))
+        part, x = _in_parts(*to_scatter(b.x, b.shape, b.move, axes), n)
+        rows.append(x.reshape(n, -1))
+        made.append(part)
     terms = varying(end_to_end(rows), *name)
     sums = lax.psum_scatter(terms, name, scatter_dimension=0, tiled=True)
     parts = parted(sums, [row.shape[1] for row in rows])
     return [part.reshape(shape) for part, shape in zip(parts, made, strict=True)]
+
+
+@joined(AllToAll)
+def _exchange_together(blocks: Sequence[Block], axes: Axes) -> list[jax.Array]:
+    first = blocks[0].move
+    name, n = names_of(first, axes), first.devices(blocks[0].shape, axes)
+    rows, sent = [], []
+    for b in blocks:
+        part, x = _in_parts(b.x, dim_of(b.move.goal), n)
+        rows.append(x.reshape(n, -1))
+        sent.append(part)
+    terms = varying(end_to_end(rows), *name)
+    came = lax.all_to_all(terms, name, 0, 0, tiled=True)
+    made = []
+    parts = parted(came, [row.shape[1] for row in rows])
+    for part, shape, b in zip(parts, sent, blocks, strict=True):
+        dim = dim_of(b.move.state)
+        x = jnp.moveaxis(part.reshape(n, *shape), 0, dim)
+        made.append(x.reshape(*shape[:dim], n * shape[dim], *shape[dim + 1 :]))
+    return made
+
+
+def _in_parts(x: jax.Array, dim: int, n: int) -> tuple[tuple[int, ...], jax.Array]:
+    """The shape of one of `n` parts of a dimension, and all parts, one after another
+    along a dimension in front."""
+    local = x.shape[dim] // n
+    x = x.reshape(*x.shape[:dim], n, local, *x.shape[dim + 1 :])
+    parts = jnp.moveaxis(x, dim, 0)
+    return parts.shape[1:], parts

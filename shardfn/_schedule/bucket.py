@@ -1,20 +1,18 @@
-"""Moves small leaves of the state together: one collective instead of many.
+"""Moves small values together: one collective instead of many.
 
-In: a scheduled plan, and up to how many bytes move together. Out: the plan, in which
-moves of the same kind stand next to each other and name the first of them. Gathers come
-where the first of them stood, other moves where the last stood: none waits for longer.
+In: a scheduled plan, and up to how many bytes move together, asked of leaves and given
+of what meets stationary ones. Out: the plan, in which moves of the same kind stand next
+to each other and name the first of them. Gathers come where the first of them stood,
+other moves where the last stood: none waits for longer.
 """
 
-import math
 from dataclasses import dataclass, field, replace
 
 from shardfn._core.control import Control
-from shardfn._core.moves import moves_of
-from shardfn._core.phases import Pass
 from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step, reads
 from shardfn._core.program import Program
 from shardfn._core.reasons import Note, noted
-from shardfn._core.sharding import AxisSharding, Split, Unreduced
+from shardfn._schedule.bucket_kinds import Kind, bytes_of, has_stationary, kind_of
 
 
 def bucket(program: Program, body: BodyPlan, control: Control) -> BodyPlan:
@@ -28,9 +26,10 @@ def bucket(program: Program, body: BodyPlan, control: Control) -> BodyPlan:
     Returns:
       The plan.
     """
-    if not any(control.asked("bucket_bytes")):
+    stays = has_stationary(body)
+    if not stays and not any(control.asked("bucket_bytes")):
         return body
-    buckets = _Buckets(program, control)
+    buckets = _Buckets(program, control, stays)
     for step in body.steps:
         if isinstance(step, Apply) and step.bodies:
             inner = program.nodes[step.node].bodies
@@ -47,47 +46,27 @@ def bucket(program: Program, body: BodyPlan, control: Control) -> BodyPlan:
     return replace(body, steps=buckets.ordered())
 
 
-JOINED = "one of the moves of {} that are one collective, as bucket_bytes asks"
-
-
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """What the moves of one bucket have in common.
-
-    Attributes:
-      early: they gather stored values, which are there from the start.
-      states: of every sharding on their paths, what it is along each mesh axis.
-      dtype: on the wire.
-      during: the pass that they are part of.
-      waits: they are tied to an activation.
-      most: bytes that move together.
-    """
-
-    early: bool
-    states: tuple[tuple[str, ...], ...]
-    dtype: str
-    during: Pass
-    waits: bool
-    most: int
-
-
 @dataclass(slots=True)
 class _Bucket:
     """Moves that are one collective.
 
     Attributes:
+      kind: what they have in common.
       members: their indices.
       bytes: of their values.
       at: index of the step whose place they take.
       before: indices of what makes their sources, and goes with them.
       behind: the same of what is made of their results.
+      is_needed: whether they cannot take a later place.
     """
 
+    kind: Kind
     members: list[int]
     bytes: int
     at: int
     before: list[int] = field(default_factory=list)
     behind: list[int] = field(default_factory=list)
+    is_needed: bool = False
 
 
 @dataclass(slots=True)
@@ -95,16 +74,18 @@ class _Buckets:
     """State while one body's steps get their new order.
 
     `made` says in the place of which step a version is made, in the order so far; what
-    is not in it is there from the start. `makers` are the steps that make it.
+    is not in it is there from the start. `makers` are the steps that make it. `stays`
+    says whether the body has stationary leaves.
     """
 
     program: Program
     control: Control
+    stays: bool
     steps: list[Step] = field(default_factory=list)
     made: dict[Ref, int] = field(default_factory=dict)
     makers: dict[Ref, int] = field(default_factory=dict)
     buckets: list[_Bucket] = field(default_factory=list)
-    open: dict[_Kind, _Bucket] = field(default_factory=dict)
+    open: dict[Kind, _Bucket] = field(default_factory=dict)
 
     def add(self, step: Step) -> None:
         index = len(self.steps)
@@ -114,9 +95,10 @@ class _Buckets:
         self.use(step, index)
         if isinstance(step, Apply):
             return
-        kind = self.kind(step)
+        leaf = self.program.leaf(step.source.value)
+        kind = kind_of(step, leaf, self.control, self.stays)
         if kind is not None and not self.join(kind, step, index):
-            self.open[kind] = _Bucket([index], _bytes(step), index)
+            self.open[kind] = _Bucket(kind, [index], bytes_of(step), index)
             self.buckets.append(self.open[kind])
 
     def results(self, index: int) -> tuple[Ref, ...]:
@@ -131,10 +113,14 @@ class _Buckets:
         them can wait too."""
         makers = {self.makers[ref] for ref in reads(step) if ref in self.makers}
         for kind, bucket_ in list(self.open.items()):
-            if kind.early or makers.isdisjoint((*bucket_.members, *bucket_.behind)):
+            if kind.early and not kind.is_small:
                 continue
-            if self.is_unary(step):
+            if makers.isdisjoint((*bucket_.members, *bucket_.behind)):
+                continue
+            if self.is_unary(step) or (kind.is_small and self.is_elementwise(step)):
                 bucket_.behind.append(index)
+            elif kind.early:
+                bucket_.is_needed = True
             else:
                 del self.open[kind]
 
@@ -145,44 +131,31 @@ class _Buckets:
         node = self.program.nodes[step.node]
         return node.kind == "op" and not node.eqn.effects
 
-    def kind(self, step: Reshard) -> _Kind | None:
-        """The kind of a move; None if it goes alone."""
-        leaf = self.program.leaf(step.source.value)
-        most = self.control.of(*leaf).bucket_bytes
-        if not leaf or step.auto or step.dtype.startswith("key<"):
-            return None
-        sent = [move for move in moves_of(step.path) if move.communicates]
-        joins = all(move.joins for move in sent)
-        sums = all(s.op == "sum" for s in step.path[0] if isinstance(s, Unreduced))
-        if not sent or not joins or not sums or _bytes(step) > most:
-            return None
-        return _Kind(
-            early=step.gathers_state,
-            states=tuple(tuple(map(_state, sharding)) for sharding in step.path),
-            dtype=step.dtype,
-            during=step.during,
-            waits=step.after is not None,
-            most=most,
-        )
+    def is_elementwise(self, step: Step) -> bool:
+        """Whether a step goes element by element."""
+        if isinstance(step, Reshard):
+            return False
+        node = self.program.nodes[step.node]
+        rule = node.rule
+        return rule is not None and rule.flat and not rule.reduce
 
-    def join(self, kind: _Kind, step: Reshard, index: int) -> bool:
+    def join(self, kind: Kind, step: Reshard, index: int) -> bool:
         """Lets a move join the open bucket of its kind, if it may."""
         into = self.open.get(kind)
-        if into is None or into.bytes + _bytes(step) > kind.most:
+        if into is None or into.bytes + bytes_of(step) > kind.most:
             return False
-        if kind.early:
-            chain = self.chain(step.source, into.at)
-            if chain is None:
-                return False
+        chain = self.chain(step.source, into.at) if kind.early else None
+        if chain is not None:
             into.before += chain
             self.made.update((r, into.at - 1) for i in chain for r in self.results(i))
-        elif kind.waits:
+        elif kind.waits or into.is_needed or (kind.early and not kind.is_small):
             return False
         else:
             into.at = index
         into.members.append(index)
-        into.bytes += _bytes(step)
-        for i in (*into.members, *into.behind):
+        into.bytes += bytes_of(step)
+        moved = into.members if chain is not None else (*into.members, *into.behind)
+        for i in moved:
             self.made.update((ref, into.at) for ref in self.results(i))
         return True
 
@@ -211,19 +184,10 @@ class _Buckets:
             first = steps[found.members[0]]
             assert isinstance(first, Reshard)
             for i in found.members:
-                step, note = steps[i], Note("bucket", JOINED, (found.bytes,))
+                step, note = steps[i], Note("bucket", found.kind.why, (found.bytes,))
                 assert isinstance(step, Reshard)
                 notes = noted(step, note)
                 steps[i] = replace(
                     step, together=first.result, after=first.after, notes=notes
                 )
         return tuple(steps[i] for i in sorted(order, key=order.__getitem__))
-
-
-def _bytes(step: Reshard) -> int:
-    return math.prod(step.shape) * step.itemsize
-
-
-def _state(state: AxisSharding) -> str:
-    group = state.group if isinstance(state, Split) else 0
-    return f"{type(state).__name__} {group}"

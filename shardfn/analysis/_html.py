@@ -221,9 +221,9 @@ def _parameters(report: Figures) -> list[dict[str, Any]]:
     sent: dict[str, Counter[str]] = {}
     for check in report.verification.lines:
         line = check.line
-        for name, part in line.parts or ((line.path or "no leaf", line.wire_bytes),):
+        for name, part in line.parts or ((line.path, line.wire_bytes),):
             share = check.wire_bytes * part // max(line.wire_bytes, 1)
-            sent.setdefault(name, Counter())[_move(line.op)] += share
+            sent.setdefault(name or "no leaf", Counter())[_move(line.op)] += share
     rows = [_leaf_row(leaf, sent.pop(leaf.name, Counter())) for leaf in report.state]
     rows.sort(key=lambda row: (-sum(row["sent"].values()), -row["stored"]))
     shown, rest = rows[:PAGE_LEAVES], rows[PAGE_LEAVES:]
