@@ -49,11 +49,15 @@ class Trajectory:
     metrics: tuple[Snapshot, ...]
 
 
+def plain_init(name: str) -> Any:
+    """The state that the program called `name` begins with, on one device."""
+    return jax.jit(programs.get(name).init)(jax.random.key(0))
+
+
 @functools.cache
 def plain_trajectory(name: str, steps: int = STEPS) -> Trajectory:
     """Runs the program called `name` under plain `jax.jit`; once per process."""
-    program = programs.get(name)
-    state = jax.jit(program.init)(jax.random.key(0))
+    program, state = programs.get(name), plain_init(name)
     init, states, metrics = snapshot(state), [], []
     step = jax.jit(program.step)
     for seed in range(steps):
@@ -118,14 +122,8 @@ def assert_parity(
         if program.gathers:
             warnings.simplefilter("ignore", UserWarning)
         step = shard_program(program, mesh, min_size=min_size, **kwargs)
-        if born_sharded:
-            state = step.init(program.init, jax.random.key(0))
-            born = snapshot(step.unshard(state))
-            at = f"{where}, init"
-            assert_same(plain.init, born, at, tol=1e-6, weak_types=False)
-            assert_is_sharded(state, mesh, where)
-        else:
-            state = jax.jit(program.init)(jax.random.key(0))
+        born = functools.partial(init_as_plain, program, step, mesh)
+        state = born() if born_sharded else plain_init(program.name)
         for k in range(steps):
             state, metrics = step(state, program.batch(k))
             at = f"{where}, step {k + 1}"
@@ -142,6 +140,18 @@ def assert_parity(
         assert_is_sharded(state, mesh, where)
         if mesh.size > 1:
             assert_moves_what_it_may(step.plan(state, program.batch(0)), program, where)
+
+
+def init_as_plain(
+    program: programs.Program, step: shardfn.ShardedStep, mesh: Mesh
+) -> Any:
+    """The state that `step.init` makes: that of the plain program, and split."""
+    where = f"{program.name} over {dict(mesh.shape)}, init"
+    state = step.init(program.init, jax.random.key(0))
+    plain, made = snapshot(plain_init(program.name)), snapshot(step.unshard(state))
+    assert_same(plain, made, where, tol=1e-6, weak_types=False)
+    assert_is_sharded(state, mesh, where)
+    return state
 
 
 def assert_moves_what_it_may(

@@ -1,6 +1,6 @@
 """In: random programs. Out: their sharded steps compute what the plain ones do.
 
-Runs 10 programs, or 50 with `-m ''`, the same in every run. `SHARDFN_FUZZ=3000` makes
+Runs 8 programs, or 50 with `-m ''`, the same in every run. `SHARDFN_FUZZ=3000` makes
 it that many, in tests of 50, other ones for every `SHARDFN_SEED`, and prints a failure
 as the smallest program that still fails. `SHARDFN_FIRST=1000` starts at that one, to go
 on with a run that ended; `SHARDFN_LOG` is a file that gets a line per test, and
@@ -51,7 +51,7 @@ def limits(count: int, fixed: bool) -> settings:
 
 
 @pytest.mark.skipif(LONG > 0, reason="SHARDFN_FUZZ asks for others")
-@limits(10, fixed=True)
+@limits(8, fixed=True)
 @given(programs(calls=6))
 def test_random_steps_compute_what_the_plain_ones_do(program: Program) -> None:
     assume(assert_right(program) != UNCLEAR)
@@ -59,7 +59,7 @@ def test_random_steps_compute_what_the_plain_ones_do(program: Program) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(LONG > 0, reason="SHARDFN_FUZZ asks for others")
-@limits(40, fixed=True)
+@limits(42, fixed=True)
 @given(programs(calls=6))
 def test_more_random_steps_do(program: Program) -> None:
     assume(assert_right(program) != UNCLEAR)
