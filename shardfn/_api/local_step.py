@@ -32,6 +32,7 @@ from shardfn._core import compat
 from shardfn._core.call_arguments import StateArguments
 from shardfn._core.errors import ShardingError, called, names_step, step_name
 from shardfn._core.limits import BATCH_KINDS
+from shardfn._core.moves import moves_of
 from shardfn._core.recent import Recent
 from shardfn._core.resharding import reshard_path
 from shardfn._core.sharding import (
@@ -258,8 +259,8 @@ class LocalStep(Generic[P, R]):
             if to_whole:
                 start, end = end, start
             path = reshard_path(start, end, shape, axes)
-            for before, after in zip(path, path[1:], strict=False):
-                x = run_move(x, shape, before, after, axes)
+            for move in moves_of(path):
+                x = run_move(x, shape, move, axes)
             out.append(x)
         return jax.tree.unflatten(treedef, out)
 

@@ -9,14 +9,14 @@ import fnmatch
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, make_dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 
 from shardfn._core.errors import ShardingError, call_site, called, cannot_be, listed
 from shardfn._core.leaf_options import LEAF_OPTIONS, LeafOptions
 from shardfn._core.limits import SHOWN_MATCHES
-from shardfn._core.option_values import Option, StoredAxis, shown_axes
+from shardfn._core.option_values import Option, StoredAxis
 from shardfn._core.sharding import Axes
 
 Choices = tuple[tuple[str, Any], ...]
@@ -70,6 +70,12 @@ class Control:
         default."""
         return tuple(value for _, value in dict(self.choices).get(option, ()))
 
+    def is_named(self, option: str, leaves: Sequence[str]) -> bool:
+        """Whether one option names each of these leaves, by its whole path."""
+        patterns = [pattern for pattern, _ in dict(self.choices).get(option, ())]
+        named = (_first(patterns, leaf) == leaf for leaf in leaves)
+        return bool(leaves) and all(named)
+
     @property
     def given(self) -> LeafOptions:
         """The options as users could have written them."""
@@ -108,7 +114,10 @@ class Control:
         """Raises if JAX, as it is configured now, has no arrays of a dtype."""
         for option in ("gather_dtype", "reduce_dtype"):
             for dtype in self.asked(option):
-                if dtype and jax.dtypes.canonicalize_dtype(dtype) != dtype:
+                if (
+                    isinstance(dtype, str)
+                    and jax.dtypes.canonicalize_dtype(dtype) != dtype
+                ):
                     raise ShardingError(
                         f"{option}={dtype!r} names a dtype that JAX does not have "
                         f"while jax_enable_x64 is off.\n{called()}{self._given()}"
@@ -150,17 +159,23 @@ class Control:
         return {value for value in asked if type(value) is int}
 
     def check_axes(self, names: Sequence[str]) -> None:
-        """Raises if a leaf is to be sharded over something else than `names`."""
-        for over in self.asked("shard"):
-            for name in map(axis_of, over or ()):
-                if name not in names:
-                    raise ShardingError(
-                        f"shard={shown_axes(over)} names mesh axis '{name}', but "
-                        f"fully_shard was given axis={tuple(names)}.\n"
-                        f"  fully_shard was called at {call_site()}\n"
-                        "Shard the state over these axes, over some of them, or pass "
-                        "more of the mesh's as axis."
-                    )
+        """Raises if an option names other mesh axes than `names`."""
+        for option in ("shard", "gather_dtype", "reduce_dtype"):
+            for value in self.asked(option):
+                for name in map(axis_of, value if isinstance(value, tuple) else ()):
+                    if name not in names:
+                        self._refuse_axis(option, value, name, names)
+
+    def _refuse_axis(
+        self, option: str, value: Any, name: str, names: Sequence[str]
+    ) -> NoReturn:
+        shown = LEAF_OPTIONS[option].values.show(value)
+        raise ShardingError(
+            f"{option}={shown} names mesh axis '{name}', but fully_shard was given "
+            f"axis={tuple(names)}.\n"
+            f"  fully_shard was called at {call_site()}\n"
+            "Name these axes, some of them, or pass more of the mesh's as axis."
+        )
 
     def __str__(self) -> str:
         lines = []
@@ -211,11 +226,15 @@ def _agreed(asked: Sequence[LeafControl]) -> LeafControl:
 def _of(control: Control, leaf: str) -> LeafControl:
     chosen: dict[str, Any] = {}
     for option, choices in control.choices:
-        for pattern, value in choices:
-            if matches(leaf, pattern):
-                chosen[option] = value
-                break
+        pattern = _first((p for p, _ in choices), leaf)
+        if pattern is not None:
+            chosen[option] = dict(choices)[pattern]
     return LeafControl(**chosen)
+
+
+def _first(patterns: Iterable[str], leaf: str) -> str | None:
+    """The pattern that counts for a leaf."""
+    return next((pattern for pattern in patterns if matches(leaf, pattern)), None)
 
 
 def advice(pattern: str, names: Sequence[str]) -> str:

@@ -16,15 +16,18 @@ from shardfn._core.option_values import (
     ACCUMULATE,
     AXES,
     COUNT,
-    DTYPE,
     PATTERNS,
+    POSITIVE,
     RESHARD,
+    ROUNDING,
     STATIONARY,
+    WIRE_DTYPE,
     Accumulate,
     Option,
     ReshardAfterForward,
     Stationary,
 )
+from shardfn._core.quantized import Rounding
 
 T = TypeVar("T")
 
@@ -76,31 +79,76 @@ class LeafOptions(TypedDict, total=False):
         ),
     ]
     gather_dtype: Annotated[
-        PerLeaf[DTypeLike | None],
+        PerLeaf[DTypeLike | Mapping[str, DTypeLike] | None],
         Option(
             default=None,
-            values=DTYPE,
-            read_by=("_schedule.wire_dtypes",),
+            values=WIRE_DTYPE,
+            read_by=("_schedule.wire_dtypes", "_schedule.quantize_moves"),
             doc="""Floating-point dtype that parameters are cast to before they are
             gathered, and back behind it: bfloat16 halves the bytes of a step in
             float32, and rounds the weights that it multiplies with. Parameters that the
-            step itself casts to this or a narrower dtype are not touched. None: as the
-            step has them.""",
+            step itself casts to this or a narrower dtype are not touched. With int8,
+            float8_e4m3fn or float8_e5m2 they are quantized on their shards, in blocks
+            that have a scale each, and read in the step's dtype behind the gather: half
+            of bfloat16's bytes. Each device then multiplies with the rounded weights,
+            the update starts from the exact ones, and derivatives do not see it. Values
+            of fewer than 65,536 elements stay exact, unless their very leaf is named,
+            and so do gathers of the update. `{"*": {"dcn": "int8"}}` quantizes over
+            that mesh axis alone. None: as the step has them.""",
         ),
     ]
     reduce_dtype: Annotated[
-        PerLeaf[DTypeLike | None],
+        PerLeaf[DTypeLike | Mapping[str, DTypeLike] | None],
         Option(
             default=None,
-            values=DTYPE,
-            read_by=("_schedule.wire_dtypes", "_schedule.widen_reductions"),
+            values=WIRE_DTYPE,
+            read_by=(
+                "_schedule.wire_dtypes",
+                "_schedule.widen_reductions",
+                "_schedule.quantize_moves",
+            ),
             doc="""Floating-point dtype that gradients are summed over devices in. With
             float32, gradients that the step makes in bfloat16 leave their matrix
             product as float32 and are rounded after the sum, if at all: twice the bytes
             of a reduce-scatter. A narrower one than the step's halves them and rounds
-            each device's term. What is summed behind a stationary leaf that is split
-            along what it contracts is summed in it, too. None: as the step makes
-            them.""",
+            each device's term. With int8, float8_e4m3fn or float8_e5m2 terms are
+            quantized in blocks that have a scale each, exchanged by an all-to-all, and
+            summed in float32 once: half of bfloat16's bytes, and one rounding per term.
+            What every device gets whole, such as the sum over hosts where the state is
+            sharded within each, is then gathered in the same dtype, which rounds the
+            sum, too. Values of fewer than 65,536 elements stay exact, unless their very
+            leaf is named. `{"*": {"dcn": "int8"}}` quantizes over that mesh axis alone.
+            What is summed behind a stationary leaf that is split along what it
+            contracts is summed in a dtype that is not quantized, too. None: as the step
+            makes them.""",
+        ),
+    ]
+    reduce_rounding: Annotated[
+        PerLeaf[Rounding],
+        Option(
+            default="nearest",
+            values=ROUNDING,
+            read_by=("_schedule.quantize_moves",),
+            doc="""How terms of gradients are rounded that `reduce_dtype` quantizes.
+            "nearest": to the nearest value, so that small elements of a block are
+            always lost. "stochastic": up or down by chance, such that the average is
+            the term itself. Chance is a hash of the term's bits, its place and its
+            device: the same step on the same values rounds the same way, and no key is
+            held.""",
+        ),
+    ]
+    quantize_block: Annotated[
+        PerLeaf[int],
+        Option(
+            default=128,
+            values=POSITIVE,
+            read_by=("_schedule.quantize_moves",),
+            doc="""How many neighbours share a scale where `gather_dtype` or
+            `reduce_dtype` quantize, along the last dimension that blocks divide on each
+            device. Fewer round less and have more scales, of two bytes each: 1.6% more
+            bytes with 128. If it divides none, blocks are of the largest number above
+            half of it that does, or the value moves as it is, which `plan.explain`
+            says.""",
         ),
     ]
     accumulate: Annotated[
@@ -140,7 +188,7 @@ class LeafOptions(TypedDict, total=False):
         Option(
             default=0,
             values=COUNT,
-            read_by=("_schedule.bucket",),
+            read_by=("_schedule.bucket_kinds",),
             doc="""Small leaves that a layer gathers, or whose gradients it sums, move
             together, in one collective of at most so many bytes of whole values; larger
             ones travel alone, and are not copied. Fewer collectives for the same bytes

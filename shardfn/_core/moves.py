@@ -8,12 +8,12 @@ in `_lowering.collectives`.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import replace
 
+from shardfn._core.move import Move as Move
+from shardfn._core.quantized import Quantized
 from shardfn._core.sharding import (
     Axes,
-    AxisSharding,
     Sharding,
     Split,
     Unreduced,
@@ -25,89 +25,12 @@ from shardfn._core.sharding import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
-    """A move between neighbours of a path.
-
-    Attributes:
-      before: the sharding it starts from.
-      after: the one it ends in.
-      axis: index of the mesh axis in which they differ.
-
-    Of the class:
-      name: what the move is called.
-      op: the collective in plans, in JAX's words; "" if nothing is sent.
-      hlo_ops: the opcodes of that collective in compiled programs.
-      joins: whether moves of several values can be one collective.
-      sums: whether the collective reduces terms.
-      trips: how often a ring over the devices sends the value.
-    """
-
-    before: Sharding
-    after: Sharding
-    axis: int
-
-    name: ClassVar[str] = ""
-    op: ClassVar[str] = ""
-    hlo_ops: ClassVar[tuple[str, ...]] = ()
-    joins: ClassVar[bool] = False
-    sums: ClassVar[bool] = False
-    trips: ClassVar[int] = 0
-
-    @property
-    def state(self) -> AxisSharding:
-        """How the axis splits the value before."""
-        return self.before[self.axis]
-
-    @property
-    def goal(self) -> AxisSharding:
-        """How the axis splits the value after."""
-        return self.after[self.axis]
-
-    @property
-    def communicates(self) -> bool:
-        """Whether devices talk to each other."""
-        return bool(self.op)
-
-    @property
-    def reduces(self) -> str:
-        """What the collective reduces terms by; "" if it does not reduce."""
-        return self.state.op if self.sums and isinstance(self.state, Unreduced) else ""
-
-    def fits(self, shape: Sequence[int], axes: Axes) -> bool:
-        """Whether a path may take it with a value of global `shape`; the way around is
-        by a whole value."""
-        return True
-
-    @classmethod
-    def arrivals(cls, goal: Split, size: int) -> tuple[Split, ...]:
-        """The splits to go through, `goal` the last, from blocks of `size` rows to such
-        a goal as this kind of move alone reaches; none to others."""
-        return ()
-
-    def devices(self, shape: Sequence[int], axes: Axes) -> int:
-        """How many devices talk to each other about a value of global `shape`."""
-        return min(
-            along(self.before, self.axis, axes), along(self.after, self.axis, axes)
-        )
-
-    def elements(self, shape: Sequence[int], axes: Axes) -> int:
-        """Elements of the larger side on one device, padding included, of a value of
-        global `shape`."""
-        return math.prod(local_shape(shape, self.before, axes))
-
-    def wire_elements(self, shape: Sequence[int], axes: Axes) -> float:
-        """Elements that each device sends, by a ring over the devices."""
-        n = self.devices(shape, axes)
-        return self.trips * self.elements(shape, axes) * (n - 1) / n
-
-
 class AllGather(Move):
     """A split value becomes whole."""
 
     name = op = "all_gather"
     hlo_ops = ("all-gather",)
-    joins = True
+    joins = packs = True
     trips = 1
 
     def elements(self, shape: Sequence[int], axes: Axes) -> int:
@@ -133,6 +56,16 @@ class ReduceScatter(Move):
             if isinstance(s, Split) and a != self.axis
         )
         return math.prod(stored_shape(shape, self.after, axes)) // parts
+
+
+class ExchangeTerms(ReduceScatter):
+    """The same where terms are quantized: no collective sums these. Each device gets
+    the others' terms of its part, and sums them in float32."""
+
+    name = "exchange_terms"
+    op = "all_to_all"
+    hlo_ops = ("all-to-all", "ragged-all-to-all")
+    sums = False
 
 
 class AllReduce(Move):
@@ -261,6 +194,7 @@ class Relabel(Move):
 MOVES: tuple[type[Move], ...] = (
     AllGather,
     ReduceScatter,
+    ExchangeTerms,
     AllReduce,
     GatherTerms,
     AllToAll,
@@ -272,13 +206,18 @@ MOVES: tuple[type[Move], ...] = (
 )
 
 
-def move_of(before: Sharding, after: Sharding) -> Move:
+Written = Sequence[Quantized | None]
+"""How a value is written on the wire over each mesh axis; empty for as it is."""
+
+
+def move_of(before: Sharding, after: Sharding, written: Written = ()) -> Move:
     """The move between two neighbours of a path."""
     axis = next(a for a, (b, c) in enumerate(zip(before, after, strict=True)) if b != c)
     state, goal = before[axis], after[axis]
+    quantized = written[axis] if written else None
     match state, goal:
         case Unreduced(), Split():
-            kind = ReduceScatter
+            kind = ReduceScatter if quantized is None else ExchangeTerms
         case Unreduced(op="prod"), _:
             kind = GatherTerms
         case Unreduced(), _:
@@ -295,9 +234,10 @@ def move_of(before: Sharding, after: Sharding) -> Move:
             kind = Slice
         case _:
             kind = Mask
-    return kind(before, after, axis)
+    may = kind.packs or kind is ExchangeTerms
+    return kind(before, after, axis, quantized if may else None)
 
 
-def moves_of(path: Sequence[Sharding]) -> list[Move]:
+def moves_of(path: Sequence[Sharding], written: Written = ()) -> list[Move]:
     """The moves along a path."""
-    return [move_of(a, b) for a, b in zip(path, path[1:], strict=False)]
+    return [move_of(a, b, written) for a, b in zip(path, path[1:], strict=False)]

@@ -12,6 +12,7 @@ from typing import Any, Literal, NoReturn, get_args
 import jax.numpy as jnp
 
 from shardfn._core.errors import cannot_be
+from shardfn._core.quantized import DTYPES, Rounding, is_quantized
 
 ReshardAfterForward = bool | int | Literal["auto"]
 Accumulate = Literal["auto", "scatter", "defer"]
@@ -19,6 +20,10 @@ StoredAxis = str | tuple[str, int]
 """A mesh axis that a leaf is stored split over, and which dimension it is to split."""
 
 Stationary = bool | Literal["auto"]
+
+WireDtype = str | tuple[tuple[str, str], ...] | None
+"""The dtype in which something moves; or mesh axes over which it is quantized, and to
+which dtype each."""
 
 
 class NotAllowed(Exception):
@@ -79,16 +84,31 @@ def _reshard(value: Any) -> ReshardAfterForward:
     return value if value > 1 else False  # 1 equals True, and says the contrary
 
 
-def _floating(value: Any) -> str | None:
-    if value is None:
-        return None
+def _wire_dtype(value: Any) -> WireDtype:
+    if isinstance(value, Mapping):
+        value = tuple(value.items())
+    if not isinstance(value, tuple):
+        return None if value is None else _dtype(value)
+    pairs = [pair for pair in value if isinstance(pair, tuple) and len(pair) == 2]
+    of_axes = {a: _dtype(d) for a, d in pairs if isinstance(a, str) and d is not None}
+    if len(of_axes) != len(value) or not all(map(is_quantized, of_axes.values())):
+        raise NotAllowed
+    return tuple(of_axes.items())
+
+
+def _dtype(value: Any) -> str:
     try:
         dtype = jnp.dtype(value)
     except TypeError:
         raise NotAllowed from None
-    if not jnp.issubdtype(dtype, jnp.floating):
+    is_wide = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1
+    if not is_wide and not is_quantized(str(dtype)):
         raise NotAllowed
     return str(dtype)
+
+
+def _shown_dtype(value: WireDtype) -> str:
+    return repr(dict(value) if isinstance(value, tuple) else value)
 
 
 def _axes(value: Any) -> tuple[StoredAxis, ...] | None:
@@ -121,6 +141,12 @@ def _count(value: Any) -> int:
     return value
 
 
+def _positive(value: Any) -> int:
+    if not _count(value):
+        raise NotAllowed
+    return value
+
+
 def _stationary(value: Any) -> bool | str:
     if isinstance(value, bool) or (isinstance(value, str) and value == "auto"):
         return value
@@ -129,9 +155,17 @@ def _stationary(value: Any) -> bool | str:
 
 STATIONARY = Values("True, False, 'auto'", _stationary)
 RESHARD = Values("True, False, 'auto', a number of devices", _reshard)
-DTYPE = Values("None or a floating-point dtype such as 'bfloat16'", _floating)
+WIRE_DTYPE = Values(
+    "None, a floating-point dtype such as 'bfloat16', "
+    f"{', '.join(map(repr, DTYPES))}, or a mapping from mesh axes to one of the last "
+    f"{len(DTYPES)}",
+    _wire_dtype,
+    show=_shown_dtype,
+)
+ROUNDING = _one_of(Rounding)
 ACCUMULATE = _one_of(Accumulate)
 COUNT = Values("an integer that is not negative", _count)
+POSITIVE = Values("an integer that is positive", _positive)
 AXES = Values(
     "a mesh axis, a tuple of mesh axes, a mapping from mesh axes to the dimensions "
     "that they split, False or None",

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from shardfn._core.automatic_axes import AutoSplit, part_shape
 from shardfn._core.moves import AllGather, Move, moves_of
 from shardfn._core.phases import BACKWARD, FORWARD, UPDATE, Pass
+from shardfn._core.quantized import Quantized
 from shardfn._core.reasons import Cause, Note
 from shardfn._core.sharding import Axes, Sharding, Split
 
@@ -35,6 +36,8 @@ class Reshard:
       path: shardings from the first to the last, neighbours one move apart.
       shape: global shape of the value.
       dtype: name of the dtype on the wire, such as "bfloat16"; usually the value's own.
+      written: how the value is quantized over each mesh axis, of this dtype in front of
+        it and behind it; empty if it is not.
       itemsize: bytes per element.
       during: the pass that it is part of.
       stored: whether this gathers a value of the stored state.
@@ -60,8 +63,14 @@ class Reshard:
     after: Ref | None = None
     auto: AutoSplit = ()
     together: Ref | None = None
+    written: tuple[Quantized | None, ...] = ()
     cause: Cause | None = field(default=None, compare=False, repr=False)
     notes: tuple[Note, ...] = field(default=(), compare=False, repr=False)
+
+    @property
+    def moves(self) -> list[Move]:
+        """The moves along its path."""
+        return moves_of(self.path, self.written)
 
     @property
     def phase(self) -> str:
@@ -80,9 +89,7 @@ class Reshard:
 
     @property
     def gathers_state(self) -> bool:
-        return self.stored and any(
-            isinstance(m, AllGather) for m in moves_of(self.path)
-        )
+        return self.stored and any(isinstance(m, AllGather) for m in self.moves)
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +281,6 @@ _PHASES = (FORWARD, BACKWARD, UPDATE, REPEATED)
 
 def communicating_moves(step: Reshard, axes: Axes) -> Iterator[tuple[int, Move]]:
     """The moves of `step` that use the wire, and which of its path each is."""
-    for index, move in enumerate(moves_of(step.path)):
+    for index, move in enumerate(step.moves):
         if move.communicates and axes.sizes[move.axis] > 1:
             yield index, move

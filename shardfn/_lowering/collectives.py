@@ -22,14 +22,15 @@ from shardfn._core.moves import (
     AllToAll,
     GatherTerms,
     Mask,
+    Move,
     Permute,
     ReduceScatter,
     Regroup,
     Relabel,
     Slice,
-    move_of,
 )
-from shardfn._core.sharding import Axes, Sharding, along, local_shape, viewed
+from shardfn._core.sharding import Axes, along, local_shape, viewed
+from shardfn._lowering import quantized_sums as quantized_sums  # has lowerings, too
 from shardfn._lowering.move_lowerings import (
     LOWERINGS,
     Names,
@@ -42,12 +43,8 @@ from shardfn._lowering.move_lowerings import (
 )
 
 
-def run_move(
-    x: jax.Array, shape: Sequence[int], before: Sharding, after: Sharding, axes: Axes
-) -> jax.Array:
-    """Moves `x`, a local block of a value of global `shape`, from `before` to
-    `after`."""
-    move = move_of(before, after)
+def run_move(x: jax.Array, shape: Sequence[int], move: Move, axes: Axes) -> jax.Array:
+    """Makes a move of `x`, a local block of a value of global `shape`."""
     return LOWERINGS[type(move)](x, shape, move, axes)
 
 

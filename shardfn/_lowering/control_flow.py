@@ -5,7 +5,6 @@ Out: local results. The bodies are run by the interpreter that is given.
 """
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from jax import lax
 
 from shardfn._core import compat
 from shardfn._core.barrier import barrier
+from shardfn._core.moves import moves_of
 from shardfn._core.plan import Ahead, Apply, BodyPlan, Place, Ref, reads
 from shardfn._core.program import Node, Program
 from shardfn._core.regions import span
@@ -196,8 +196,8 @@ class ControlFlow:
             x, end = operands[i], step.operand_shardings[i]
             if step.operands[i] is None:
                 path = reshard_path(self.axes.replicated, end, x.shape, self.axes)
-                for before, after in itertools.pairwise(path):
-                    x = run_move(x, x.shape, before, after, self.axes)
+                for move in moves_of(path):
+                    x = run_move(x, x.shape, move, self.axes)
             out.append(x)
         return out
 

@@ -14,10 +14,10 @@ from shardfn._core.moves import (
     AllGather,
     AllReduce,
     AllToAll,
+    Move,
     ReduceScatter,
-    move_of,
 )
-from shardfn._core.sharding import Axes, Sharding, local_shape, viewed
+from shardfn._core.sharding import Axes, local_shape, viewed
 from shardfn._lowering.collectives import run_move
 from shardfn._lowering.move_lowerings import (
     JOINED,
@@ -37,25 +37,24 @@ from shardfn._lowering.move_lowerings import (
 def run_together(
     blocks: Sequence[jax.Array],
     shapes: Sequence[Sequence[int]],
-    ends: Sequence[Sequence[Sharding]],
+    moves: Sequence[Move],
     axes: Axes,
 ) -> list[jax.Array]:
-    """Moves of the same kind, as one collective if they use the wire.
+    """Moves of the same kind, as one collective if they use the wire; or one move.
 
     Args:
       blocks: local blocks, of one dtype.
       shapes: global shapes of their values.
-      ends: the shardings before and after, of each.
+      moves: of each.
       axes: the mesh axes.
 
     Returns:
       The blocks moved, their elements as `run_move` makes them.
     """
-    kind = type(move_of(*ends[0]))
-    each = zip(blocks, shapes, ends, strict=True)
-    if kind.joins:
-        return JOINED[kind]([Block(x, at, move_of(*end)) for x, at, end in each], axes)
-    return [run_move(x, at, end[0], end[1], axes) for x, at, end in each]
+    each = zip(blocks, shapes, moves, strict=True)
+    if len(moves) > 1 and moves[0].joins:
+        return JOINED[type(moves[0])]([Block(*b) for b in each], axes)
+    return [run_move(*b, axes) for b in each]
 
 
 @joined(AllGather)

@@ -129,7 +129,7 @@ def wire_bytes(
             if not counts(program, step):
                 continue
             total += times * sum(
-                move.wire_elements(step.part_shape, axes) * step.itemsize
+                move.wire_bytes(step.part_shape, axes, step.itemsize)
                 for _, move in communicating_moves(step, axes)
             )
             continue

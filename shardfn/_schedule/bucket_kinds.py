@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from shardfn._core.control import Control
 from shardfn._core.leaves import Names
 from shardfn._core.limits import JOINED_BYTES
-from shardfn._core.moves import AllGather, AllToAll, moves_of
+from shardfn._core.moves import AllGather, AllToAll
 from shardfn._core.phases import Pass
 from shardfn._core.plan import BodyPlan, Reshard
 from shardfn._core.sharding import AxisSharding, Split, Unreduced
@@ -30,7 +30,7 @@ class Kind:
       is_small: they are no leaves, but what meets stationary ones.
       moves: the collectives on their paths.
       states: of every sharding on their paths, what it is along each mesh axis.
-      dtype: on the wire.
+      dtypes: on the wire, and over each mesh axis if they are quantized.
       during: the pass that they are part of.
       waits: they are tied to an activation.
       most: bytes that move together.
@@ -40,7 +40,7 @@ class Kind:
     is_small: bool
     moves: tuple[str, ...]
     states: tuple[tuple[str, ...], ...]
-    dtype: str
+    dtypes: tuple[str | None, ...]
     during: Pass
     waits: bool
     most: int
@@ -66,7 +66,7 @@ def kind_of(step: Reshard, leaf: Names, control: Control, stays: bool) -> Kind |
     most = JOINED_BYTES if small else control.of(*leaf).bucket_bytes
     if not (leaf or small) or step.auto or step.dtype.startswith("key<"):
         return None
-    moves = moves_of(step.path)
+    moves = step.moves
     sent = [move for move in moves if move.communicates]
     joins = all(move.joins for move in sent)
     sums = all(s.op == "sum" for s in step.path[0] if isinstance(s, Unreduced))
@@ -78,7 +78,7 @@ def kind_of(step: Reshard, leaf: Names, control: Control, stays: bool) -> Kind |
         is_small=small,
         moves=tuple(move.name for move in moves),
         states=tuple(tuple(map(_state, sharding)) for sharding in step.path),
-        dtype=step.dtype,
+        dtypes=(step.dtype, *(q.dtype if q else None for q in step.written)),
         during=step.during,
         waits=step.after is not None,
         most=most,

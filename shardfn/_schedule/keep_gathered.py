@@ -16,6 +16,7 @@ from shardfn._core.control import Control
 from shardfn._core.phases import FORWARD
 from shardfn._core.plan import BodyPlan, Ref, Reshard, Step, fresh, without_moves
 from shardfn._core.program import Program
+from shardfn._core.quantized import Quantized
 from shardfn._core.reasons import Note, noted
 from shardfn._core.sharding import Sharding, Split, on_axis
 from shardfn._schedule.value_origins import Origin, Scope, depth_of
@@ -23,8 +24,8 @@ from shardfn._schedule.value_origins import Origin, Scope, depth_of
 StepPath = tuple[int, ...]
 """Indices of the steps that hold a step, and of the step itself."""
 
-_Key = tuple[Origin, tuple[Sharding, ...], str]
-"""What is gathered, how, and in which dtype."""
+_Key = tuple[Origin, tuple[Sharding, ...], str, tuple[Quantized | None, ...]]
+"""What is gathered, how, in which dtype, and how quantized."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,8 @@ def _gathers(
                 continue
             origin = frame.origin(step.source.value)
             if depth_of(origin) == loops:
-                yield _Gather(at, step, (origin, step.path, step.dtype), group)
+                key = origin, step.path, step.dtype, step.written
+                yield _Gather(at, step, key, group)
             continue
         node = frame.program.nodes[step.node]
         if node.kind in ("scan", "remat"):

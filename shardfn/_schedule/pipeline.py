@@ -21,6 +21,7 @@ from shardfn._schedule.keep_gathered import keep_gathered
 from shardfn._schedule.limit_all_gathers import order
 from shardfn._schedule.loop_invariants import hoist
 from shardfn._schedule.prefetch import prefetch
+from shardfn._schedule.quantize_moves import quantize
 from shardfn._schedule.share_gathers import share
 from shardfn._schedule.wire_dtypes import choose_dtypes
 
@@ -96,6 +97,7 @@ def _gathers(
 
 PASSES = (
     SchedulePass("wire_dtypes", _dtypes),
+    SchedulePass("quantize_moves", quantize),
     SchedulePass("share_gathers", lambda p, b, control, axes: _gathers(p, b, control)),
     SchedulePass("prefetch", lambda p, b, control, axes: prefetch(p, b, control)),
     SchedulePass("bucket", lambda p, b, control, axes: bucket(p, b, control)),

@@ -13,6 +13,7 @@ from shardfn._core.limits import KEPT_SHARE
 from shardfn._core.phases import Pass
 from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step, reading, reads
 from shardfn._core.program import Program
+from shardfn._core.quantized import Quantized
 from shardfn._core.reasons import Note, noted
 from shardfn._core.sharding import Sharding, Split
 
@@ -47,8 +48,8 @@ FEW = f"{KEPT_SHARE} of what is gathered in between (limits.KEPT_SHARE)"
 _Verdict = tuple[bool, Note | None]
 """Whether a move is left out, and why it is or is not."""
 
-_Move = tuple[Ref, Sharding, str]
-"""What is moved, where to, and in which dtype: a narrower one rounds the value."""
+_Move = tuple[Ref, Sharding, str, tuple[Quantized | None, ...]]
+"""What is moved, where to, in which dtype and how quantized: both round the value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,7 @@ class _Sharing:
         renamed = reading(step, self.name)
         assert isinstance(renamed, Reshard)
         step = renamed
-        key = step.source, step.path[-1], step.dtype
+        key = step.source, step.path[-1], step.dtype, step.written
         if key in self.made:
             made = self.made[key]
             is_shared, why = self.shares(step, made)

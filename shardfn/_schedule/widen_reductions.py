@@ -25,7 +25,12 @@ from shardfn._core.program import LITERAL, VALUE, Atom, Node, Program, live
 from shardfn._core.rule_registry import rule_of
 from shardfn._core.sharding import is_unreduced
 from shardfn._schedule.summed_leaves import summed_leaves
-from shardfn._schedule.wire_dtypes import is_narrower, sums, sums_gradient
+from shardfn._schedule.wire_dtypes import (
+    cast_dtype,
+    is_narrower,
+    sums,
+    sums_gradient,
+)
 
 REARRANGES = ("transpose", "reshape", "squeeze", "broadcast_in_dim", "copy")
 """Primitives that compute nothing: what they make of a wide value is wide."""
@@ -56,7 +61,7 @@ def widen(program: Program, body: BodyPlan, control: Control) -> Program:
         if sums_gradient(program, step):
             leaves = program.leaf(step.source.value)
         if leaves:
-            dtype = control.of(*leaves).reduce_dtype
+            dtype = cast_dtype(control.of(*leaves).reduce_dtype)
             if dtype and is_narrower(step.dtype, dtype):
                 asked[step.source.value] = dtype
     chosen = _widened(program, applies, asked)

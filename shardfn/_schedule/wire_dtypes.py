@@ -11,9 +11,11 @@ import jax.numpy as jnp
 
 from shardfn._core.control import Control
 from shardfn._core.leaves import Names
+from shardfn._core.option_values import WireDtype
 from shardfn._core.phases import UPDATE
 from shardfn._core.plan import BodyPlan, Reshard, Step
 from shardfn._core.program import Program
+from shardfn._core.quantized import is_quantized
 from shardfn._core.reasons import Note, noted
 from shardfn._core.sharding import Axes, Unreduced
 from shardfn._schedule.summed_leaves import summed_leaves
@@ -60,13 +62,14 @@ def _chosen(
     asked = control.of(*program.leaf(step.source.value))
     dtype, why = None, ""
     if step.gathers_state and step.phase != UPDATE:
-        dtype, why = asked.gather_dtype, "gather_dtype asks for it"
+        dtype, why = cast_dtype(asked.gather_dtype), "gather_dtype asks for it"
         if dtype and not is_narrower(dtype, step.dtype):
             dtype = None
     elif sums_gradient(program, step):
-        dtype, why = asked.reduce_dtype, "reduce_dtype asks for it"
+        dtype, why = cast_dtype(asked.reduce_dtype), "reduce_dtype asks for it"
     elif sums(step) and (leaves := summed.get(step.source.value)):
-        dtype, why = control.of(*leaves).reduce_dtype, "reduce_dtype asks for it"
+        dtype = cast_dtype(control.of(*leaves).reduce_dtype)
+        why = "reduce_dtype asks for it"
     elif takes_extreme(step) and step.itemsize < 4:
         dtype, why = "float32", "the bits of maxima and minima are compared"
     if sums(step) and (dtype or step.dtype) in axes.cannot_sum:
@@ -76,6 +79,11 @@ def _chosen(
     notes = noted(step, Note("wire_dtypes", f"moves in {dtype}: {why}"))
     itemsize = jnp.dtype(dtype).itemsize
     return replace(step, dtype=dtype, itemsize=itemsize, notes=notes)
+
+
+def cast_dtype(asked: WireDtype) -> str | None:
+    """The dtype that values are cast to as a whole; None if they are quantized."""
+    return asked if isinstance(asked, str) and not is_quantized(asked) else None
 
 
 def sums_gradient(program: Program, step: Reshard) -> bool:

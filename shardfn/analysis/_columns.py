@@ -106,6 +106,24 @@ def _found(checks: Checks) -> list[HloCollective]:
     return [c for check in checks for c in check.found]
 
 
+def _dtype(line: Collective) -> str:
+    """`bfloat16`, or `int8/128` where so many elements share a scale."""
+    return f"{line.dtype}/{line.block}" if line.block else line.dtype
+
+
+def _found_dtypes(checks: Checks) -> set[str]:
+    """The dtypes in a program; bytes are what quantized values are there."""
+    line, found = checks[0].line, {c.dtype for c in _found(checks)}
+    return found - {"int8", "uint8"} if line.block else found
+
+
+def _sent(lines: Lines) -> str:
+    """The bytes that are sent, and how many of them are scales."""
+    sent = size_text(sum(line.total_bytes for line in lines))
+    scales = sum(line.scale_bytes * (line.times or 1) for line in lines)
+    return f"{sent}, scales {size_text(scales)}" if scales else sent
+
+
 def _change(planned: str, found: Iterable[str]) -> str:
     """`float32`, or `bfloat16->float32,float64` where the program has others."""
     others = ",".join(sorted(set(found) - {planned}))
@@ -125,14 +143,14 @@ COLUMNS = (
     Column("shape", lambda lines: shape_text(lines[0].shape), is_key=True),
     Column(
         "dtype",
-        lambda lines: lines[0].dtype,
-        lambda checks: _change(checks[0].line.dtype, {c.dtype for c in _found(checks)}),
+        lambda lines: _dtype(lines[0]),
+        lambda checks: _change(_dtype(checks[0].line), _found_dtypes(checks)),
         is_key=True,
     ),
     Column("times", _times, _runs, is_number=True),
     Column(
         "wire",
-        lambda lines: size_text(sum(line.total_bytes for line in lines)),
+        lambda lines: _sent(lines),
         lambda checks: size_text(sum(c.wire_bytes for c in checks)),
         is_number=True,
     ),

@@ -202,21 +202,24 @@ def _moves(
     size = math.prod(step.part_shape) * step.itemsize
     for index, move in communicating_moves(step, axes):
         gathers = isinstance(move, AllGather) and step.stored
-        sent = move.wire_elements(step.part_shape, axes) * step.itemsize
+        sent = move.wire_bytes(step.part_shape, axes, step.itemsize)
+        how = move.quantized
         yield (
             Collective(
                 op=move.op,
                 axis=axes.names[move.axis],
                 phase=step.phase,
                 shape=step.part_shape,
-                dtype=step.dtype,
+                dtype=step.dtype if how is None else how.dtype,
                 wire_bytes=round(sent),
+                scale_bytes=round(move.scale_bytes(step.part_shape, axes)),
+                block=0 if how is None else how.block,
                 times=times,
                 path=names_text(names),
                 place=place,
                 fallback=fallback,
                 name=line_name(at, step.result, index),
-                elements=move.elements(step.part_shape, axes),
+                elements=move.elements(move.sent_shape(step.part_shape), axes),
                 devices=move.devices(step.part_shape, axes),
                 reduces=move.reduces,
                 gradient=step.during.gradient,
@@ -238,6 +241,7 @@ def _joined(lines: Sequence[Line]) -> Line:
         first,
         shape=(sum(math.prod(line.shape) for line in each),),
         wire_bytes=sum(line.wire_bytes for line in each),
+        scale_bytes=sum(line.scale_bytes for line in each),
         path=names_text([line.path for line in each]),
         elements=sum(line.elements for line in each),
         parts=tuple((line.path, line.wire_bytes) for line in each),

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 from shardfn._core.errors import where
 from shardfn._core.leaves import names_text
-from shardfn._core.moves import moves_of
 from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard
 from shardfn._core.program import Program
 from shardfn._core.sharding import Axes
@@ -39,7 +38,7 @@ def plan_lines(
 
 
 def _reshard(program: Program, step: Reshard, axes: Axes) -> str:
-    moves = ", ".join(f"{m.name} {axes.names[m.axis]}" for m in moves_of(step.path))
+    moves = ", ".join(f"{m.name} {axes.names[m.axis]}" for m in step.moves)
     text = f"{_name(step.result)} = {moves or 'tie'} {_name(step.source)}"
     text += f"  {step.phase} {step.dtype} {shape_text(step.shape)}"
     leaf = names_text(program.leaf(step.source.value))

@@ -19,13 +19,15 @@ class Collective:
         axes, too.
       dtype: dtype name on the wire.
       wire_bytes: bytes that each device sends, each time.
+      scale_bytes: those of them that are scales of quantized blocks.
+      block: elements that share a scale; 0 if the value is not quantized.
       times: runs per step; None inside a while loop.
       path: the state leaf it belongs to, or "".
       place: the user's source line that needs it.
       fallback: the primitive without a rule that caused it, or "".
       name: the name scope that its operations are emitted under (see `line_name`).
       elements: of the value on one device where it is larger, padding included: after
-        an all-gather, before a reduce-scatter.
+        an all-gather, before a reduce-scatter. Of a quantized one bytes, with scales.
       devices: how many talk to each other; fewer than the axis has within a group.
       gradient: which gradient of the step it is part of, counted from 0.
       parts: state leaves that move together, and the wire bytes of each; empty if only
@@ -50,6 +52,8 @@ class Collective:
     elements: int = field(default=0, compare=False)
     devices: int = 0
     parts: tuple[tuple[str, int], ...] = ()
+    scale_bytes: int = 0
+    block: int = 0
     reduces: str = ""
     gradient: int = 0
     value: tuple[int, ...] = field(default=(), compare=False)

@@ -267,6 +267,8 @@ GIVEN = {
     "reshard_after_forward": {"*": False},
     "gather_dtype": "bfloat16",
     "reduce_dtype": {"*": "bfloat16"},
+    "reduce_rounding": "stochastic",
+    "quantize_block": {"*": 64},
     "accumulate": "defer",
     "prefetch": 2,
     "bucket_bytes": 64,

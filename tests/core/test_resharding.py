@@ -114,9 +114,9 @@ def run_paths(mesh, shape, pairs, args):
         path = reshard_path(start, end, shape, AXES)
         assert path[0] == start and path[-1] == end
         x = x[0, 0]
-        for before, after in itertools.pairwise(path):
-            x = run_move(x, shape, before, after, AXES)
-            assert x.shape == local_shape(shape, after, AXES), (start, end, after)
+        for step in moves_of(path):
+            x = run_move(x, shape, step, AXES)
+            assert x.shape == local_shape(shape, step.after, AXES), (start, end, step)
         return x[None, None]
 
     moved = jax.shard_map(
@@ -324,7 +324,7 @@ def test_every_reducer_over_devices(mesh) -> None:
 
     def reduced(key, x):
         before, after = (None, Unreduced(key[0])), AXES.replicated
-        return run_move(x[0], x.shape[1:], before, after, AXES)
+        return run_move(x[0], x.shape[1:], move_of(before, after), AXES)
 
     out = jax.jit(
         jax.shard_map(

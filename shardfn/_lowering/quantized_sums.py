@@ -1,0 +1,74 @@
+"""How quantized terms are summed: no collective can, so the devices exchange them.
+
+In: a device's terms of a value, and a move to parts of their sum. Out: its part, summed
+in float32 from terms that were rounded once each.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from shardfn._core.moves import ExchangeTerms
+from shardfn._core.quantized import Quantized
+from shardfn._core.sharding import Axes, along
+from shardfn._lowering.move_lowerings import (
+    Block,
+    end_to_end,
+    joined,
+    lowering,
+    names_of,
+    parted,
+    to_scatter,
+    varying,
+)
+from shardfn._lowering.quantize import pack, unpack
+
+
+@lowering(ExchangeTerms)
+def _exchange_terms(
+    x: jax.Array, shape: Sequence[int], move: ExchangeTerms, axes: Axes
+) -> jax.Array:
+    """Sends each device the terms of its part, and sums what comes."""
+    terms = _packed(x, shape, move, axes)
+    terms = lax.all_to_all(terms, names_of(move, axes), 0, 0, tiled=True)
+    return _sum(terms, move, x.dtype)
+
+
+@joined(ExchangeTerms)
+def _exchange_together(blocks: Sequence[Block], axes: Axes) -> list[jax.Array]:
+    first = blocks[0].move
+    name, n = names_of(first, axes), first.devices(blocks[0].shape, axes)
+    each = [_packed(b.x, b.shape, b.move, axes) for b in blocks]
+    rows = [terms.reshape(n, -1) for terms in each]
+    sent = lax.all_to_all(end_to_end(rows), name, 0, 0, tiled=True)
+    parts = parted(sent, [row.shape[1] for row in rows])
+    return [
+        _sum(part.reshape(terms.shape), b.move, b.x.dtype)
+        for part, terms, b in zip(parts, each, blocks, strict=True)
+    ]
+
+
+def _packed(
+    x: jax.Array, shape: Sequence[int], move: ExchangeTerms, axes: Axes
+) -> jax.Array:
+    """A device's terms of the parts of all devices, in bytes: `[devices, *part]`."""
+    name, count = names_of(move, axes), along(move.after, move.axis, axes)
+    x, dim = to_scatter(varying(x, *name), shape, move, axes)
+    parts = x.reshape(*x.shape[:dim], count, -1, *x.shape[dim + 1 :])
+    return pack(jnp.moveaxis(parts, dim, 0), _of_terms(move), lax.axis_index(name))
+
+
+def _sum(terms: jax.Array, move: ExchangeTerms, dtype: Any) -> jax.Array:
+    """The sum of such terms, in `dtype`."""
+    read = unpack(terms, _of_terms(move), 1, jnp.dtype(jnp.float32))
+    return read.sum(axis=0).astype(dtype)
+
+
+def _of_terms(move: ExchangeTerms) -> Quantized:
+    """How a value is quantized that has the terms' dimension in front."""
+    assert move.quantized is not None
+    return replace(move.quantized, dim=move.quantized.dim + 1)

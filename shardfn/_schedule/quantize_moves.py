@@ -1,0 +1,156 @@
+"""Quantizes moves: eight bits an element on the wire, in blocks that have a scale each.
+
+In: moves of a plan and what is asked of their leaves. Out: moves that say over which
+mesh axes they are quantized, into which blocks; sums that every device gets whole are
+then made in parts that are gathered.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from shardfn._core.control import Control
+from shardfn._core.limits import QUANTIZED_ELEMENTS
+from shardfn._core.moves import AllGather, AllReduce, ReduceScatter, moves_of
+from shardfn._core.option_values import WireDtype
+from shardfn._core.phases import UPDATE
+from shardfn._core.plan import BodyPlan, Reshard
+from shardfn._core.program import Program
+from shardfn._core.quantized import Quantized, find_blocks, is_quantized
+from shardfn._core.reasons import Note, noted
+from shardfn._core.sharding import (
+    Axes,
+    Sharding,
+    Split,
+    axes_of,
+    is_flat,
+    local_shape,
+    on_axis,
+)
+from shardfn._schedule.bodies import inside
+from shardfn._schedule.wire_dtypes import is_floating, sums_gradient
+
+GATHER, REDUCE = "gather_dtype", "reduce_dtype"
+
+SMALL = (
+    f"exact: fewer than {QUANTIZED_ELEMENTS} elements (limits.QUANTIZED_ELEMENTS), and "
+    "{option} does not name this leaf"
+)
+UNDIVIDED = (
+    "exact: {option} asks for blocks of {block}, and no dimension of a shard can be "
+    "cut into equal blocks of that or down to half of it (limits.BLOCK_PART)"
+)
+WRITTEN = "quantized over {axis} to {dtype}, {block} along dimension {dim} to a scale"
+
+
+def quantize(
+    program: Program, body: BodyPlan, control: Control, axes: Axes
+) -> BodyPlan:
+    """Quantizes moves of a plan, and of the plans in it.
+
+    Args:
+      program: the program.
+      body: its plan, its moves in the dtypes that they are rounded from.
+      control: the dtypes and blocks asked for.
+      axes: the mesh axes.
+
+    Returns:
+      The plan.
+    """
+    body = inside(program, body, lambda p, b: quantize(p, b, control, axes))
+    steps = tuple(
+        _chosen(program, step, control, axes) if isinstance(step, Reshard) else step
+        for step in body.steps
+    )
+    return replace(body, steps=steps)
+
+
+def _chosen(program: Program, step: Reshard, control: Control, axes: Axes) -> Reshard:
+    asked = control.of(*program.leaf(step.source.value))
+    if step.gathers_state and step.phase != UPDATE:
+        return _quantized(program, step, control, axes, GATHER, asked.gather_dtype)
+    if sums_gradient(program, step):
+        return _quantized(program, step, control, axes, REDUCE, asked.reduce_dtype)
+    return step
+
+
+def _quantized(
+    program: Program,
+    step: Reshard,
+    control: Control,
+    axes: Axes,
+    option: str,
+    wire: WireDtype,
+) -> Reshard:
+    """The move with the moves quantized that `option` asks for."""
+    leaf = program.leaf(step.source.value)
+    asked = control.of(*leaf)
+    dtypes = _by_axis(wire, axes)
+    if not any(dtypes) or not is_floating(step.dtype) or step.itemsize == 1:
+        return step
+    is_small = math.prod(step.shape) < QUANTIZED_ELEMENTS
+    if is_small and not control.is_named(option, leaf):
+        return _noted(step, SMALL.format(option=option))
+    if option == REDUCE:
+        step = _scattered(step, dtypes, axes, asked.quantize_block)
+    written: list[Quantized | None] = [None] * len(dtypes)
+    for move in moves_of(step.path):
+        dtype = dtypes[move.axis]
+        if dtype is None or not isinstance(move, (AllGather, ReduceScatter)):
+            continue
+        smallest = step.path[0] if option == GATHER else _split_end(step, move.axis)
+        found = find_blocks(step.part_shape, smallest, axes, asked.quantize_block)
+        if found is None:
+            text = UNDIVIDED.format(option=option, block=asked.quantize_block)
+            return _noted(step, text)
+        dim, block = found
+        rounding = "nearest" if option == GATHER else asked.reduce_rounding
+        written[move.axis] = Quantized(dtype, block, dim, rounding)
+        axis = axes.names[move.axis]
+        text = WRITTEN.format(axis=axis, dtype=dtype, block=block, dim=dim)
+        step = _noted(step, f"{text}: {option} asks for it")
+    return replace(step, written=tuple(written)) if any(written) else step
+
+
+def _by_axis(asked: WireDtype, axes: Axes) -> list[str | None]:
+    """What moves over each mesh axis are quantized to."""
+    if isinstance(asked, tuple):
+        return [dict(asked).get(name) for name in axes.names]
+    return [asked if is_quantized(asked) else None] * len(axes.names)
+
+
+def _scattered(
+    step: Reshard, dtypes: Sequence[str | None], axes: Axes, most: int
+) -> Reshard:
+    """The move with sums that every device gets whole made in parts, and then gathered,
+    over axes where terms are quantized."""
+    path = [step.path[0]]
+    for move in moves_of(step.path):
+        if isinstance(move, AllReduce) and dtypes[move.axis]:
+            part = _part(step, move, axes, most)
+            path += [part] if part else []
+        path.append(move.after)
+    return replace(step, path=tuple(path))
+
+
+def _part(step: Reshard, move: AllReduce, axes: Axes, most: int) -> Sharding | None:
+    """Equal parts of a sum in which blocks lie, split on a dimension that is whole if
+    there is one."""
+    after, count = move.after, axes.sizes[move.axis]
+    local = local_shape(step.part_shape, after, axes)
+    dims = sorted(range(len(local)), key=lambda d: (bool(axes_of(after, d)), d))
+    for dim in dims:
+        part = on_axis(after, move.axis, Split(dim))
+        divides = not is_flat(after) and local[dim] and local[dim] % count == 0
+        if divides and find_blocks(step.part_shape, part, axes, most):
+            return part
+    return None
+
+
+def _split_end(step: Reshard, axis: int) -> Sharding:
+    """The sharding of a path in which `axis` first splits the value."""
+    return next(s for s in step.path if isinstance(s[axis], Split))
+
+
+def _noted(step: Reshard, text: str) -> Reshard:
+    return replace(step, notes=noted(step, Note("quantize_moves", text)))

@@ -1,0 +1,338 @@
+"""In: steps whose parameters are gathered, or gradients summed, in eight bits. Out: to
+the last bit what a step does that rounds by itself, in whatever way values move; the
+bytes and scales of the plan, and the compiled program as it says.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compilers import aot
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from layered import ROWS, STATE, UNROLLED, train
+from plan_helpers import cpu_mesh, run, shard_fn
+
+import shardfn
+from shardfn.analysis import targets
+
+BLOCK = 4
+LARGE = {"int8": 127, "float8_e4m3fn": 448, "float8_e5m2": 57344}
+EXACT = {"xla_allow_excess_precision": False}
+
+
+def rounded(x: Any, dim: int, block: int = BLOCK, dtype: str = "int8") -> Any:
+    """`x` as it is read behind the wire; written again, apart from the library."""
+    rows = jnp.moveaxis(jnp.asarray(x, jnp.float32), dim, -1)
+    blocks = rows.reshape(*rows.shape[:-1], -1, block)
+    scale = jnp.abs(blocks).max(-1, keepdims=True) / LARGE[dtype]
+    scale = scale.astype(jnp.bfloat16).astype(jnp.float32)
+    parts = jnp.where(scale > 0, blocks / scale, 0)
+    parts = jnp.clip(
+        jnp.round(parts) if dtype == "int8" else parts, -LARGE[dtype], LARGE[dtype]
+    )
+    back = (parts.astype(dtype).astype(jnp.float32) * scale).reshape(rows.shape)
+    return jnp.moveaxis(back, -1, dim).astype(x.dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def straight_through(x: Any, dim: int, dtype: str) -> Any:
+    return rounded(x, dim, dtype=dtype)
+
+
+@straight_through.defjvp
+def _identity(dim: int, dtype: str, primals: Any, tangents: Any) -> Any:
+    return rounded(*primals, dim, dtype=dtype), tangents[0]
+
+
+def mlp(weights: Any) -> Any:
+    """A step of two layers, whose weights go through `weights` before they are used.
+
+    Its rate is a power of two: a sum may be taken of gradients that it has scaled.
+    """
+
+    def loss_fn(state, x):
+        h = jnp.tanh(x @ weights(state["a"]))
+        return ((h @ weights(state["b"])) ** 2).mean()
+
+    def step(state, x):
+        loss, grads = jax.value_and_grad(loss_fn)(state, x)
+        return jax.tree.map(lambda w, g: w - 0.125 * g, state, grads), loss
+
+    return step
+
+
+SHAPES = {"a": (16, 32), "b": (32, 8)}
+NAMED = {"a": "int8", "b": "int8"}
+
+
+def named(dtype: Any, names: Any = SHAPES) -> dict[str, Any]:
+    """Leaves that are small are named one by one."""
+    return dict.fromkeys(names, dtype)
+
+
+def wire(plan: shardfn.Plan, op: str) -> dict[str, str]:
+    return {
+        c.path: f"{c.dtype}/{c.block}"
+        for c in plan.collectives
+        if c.op == op and c.path
+    }
+
+
+@pytest.mark.parametrize("dtype", LARGE)
+def test_gathers_round_as_a_step_that_rounds(dtype: str) -> None:
+    """And the gradient is that of the rounded weight, of which the exact one is the
+    update's start."""
+    options = dict(gather_dtype=named(dtype), quantize_block=BLOCK)
+    case = shard_fn(mlp(lambda w: w), cpu_mesh(4), SHAPES, (8, 16), **options)
+    by_hand = mlp(lambda w: straight_through(w, 1, dtype))
+    plain = shard_fn(by_hand, cpu_mesh(4), SHAPES, (8, 16))
+    assert wire(case.plan, "all_gather") == {n: f"{dtype}/{BLOCK}" for n in SHAPES}
+    for ours, theirs in zip(run(case, 3), run(plain, 3), strict=True):
+        jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+    assert not np.array_equal(
+        run(case, 1)[0][1],
+        run(shard_fn(mlp(lambda w: w), cpu_mesh(4), SHAPES, (8, 16)), 1)[0][1],
+    )
+
+
+def summed(w: Any, dim: int, dtype: str) -> Any:
+    """The reduce-scattered sum of terms that are rounded in parts, on each device.
+
+    A product makes these gradients transposed, so blocks lie along the first dimension.
+    """
+    parts = jnp.stack(jnp.split(w, 4, axis=dim))
+    parts = rounded(parts, 1, dtype=dtype)
+    return lax.all_to_all(parts, "data", 0, 0, tiled=True).sum(0)
+
+
+@pytest.mark.parametrize("dtype", LARGE)
+def test_sums_round_each_term_once(dtype: str) -> None:
+    options = dict(reduce_dtype=named(dtype), quantize_block=BLOCK)
+    case = shard_fn(mlp(lambda w: w), cpu_mesh(4), SHAPES, (8, 16), **options)
+    assert wire(case.plan, "all_to_all") == {n: f"{dtype}/{BLOCK}" for n in SHAPES}
+    rng = np.random.default_rng(0)
+    state = {
+        k: rng.standard_normal(s).astype(np.float32) / 4 for k, s in SHAPES.items()
+    }
+    x = rng.standard_normal((8, 16)).astype(np.float32)
+
+    specs = {k: each.spec for k, each in case.step.shardings(state).items()}
+    dims = {k: tuple(spec).index("data") for k, spec in specs.items()}
+
+    def by_hand(state, x):
+        def loss_fn(state):
+            h = jnp.tanh(x @ state["a"])
+            return ((h @ state["b"]) ** 2).sum() / (8 * 8)
+
+        grads = jax.grad(loss_fn)(state)
+        return {name: summed(g, dims[name], dtype) for name, g in grads.items()}
+
+    over = jax.shard_map(
+        by_hand,
+        mesh=jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,)),
+        in_specs=(P(), P("data")),
+        out_specs=specs,
+        check_vma=False,
+    )
+    expected = jax.tree.map(lambda w, g: w - 0.125 * g, state, jax.jit(over)(state, x))
+    new, _ = case.step(case.step.shard(state), x)
+    for name in SHAPES:
+        np.testing.assert_array_equal(new[name], expected[name])
+
+
+OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "kept": ("unrolled", {"reshard_after_forward": False}),
+    "within groups": ("scan_remat", {"reshard_after_forward": 2}),
+    "ahead": ("scan_remat", {"prefetch": 1}),
+    "together": ("scan_remat", {"bucket_bytes": 2**20}),
+    "ahead and together": ("unrolled", {"prefetch": 1, "bucket_bytes": 2**20}),
+}
+
+
+@functools.cache
+def trained(kind: str, **options: Any) -> Any:
+    """Two steps with everything quantized, and the dtypes that its leaves move in."""
+    shapes = STATE if "scan" in kind else UNROLLED
+    every = named("int8", paths_of(shapes))
+    case = shard_fn(
+        train(kind), cpu_mesh(4), shapes, ROWS, compiler_options=EXACT,
+        gather_dtype=every, reduce_dtype=every, quantize_block=BLOCK, **options,
+    )  # fmt: skip
+    return run(case), {c.dtype for c in case.plan.collectives if c.path}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_other_options_change_no_bit(name: str) -> None:
+    """Where, when and with what a quantized value moves is not what it is."""
+    kind, options = OPTIONS[name]
+    (found, dtypes), (alone, _) = trained(kind, **options), trained(kind)
+    assert dtypes == {"int8"}
+    for ours, theirs in zip(found, alone, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+def paths_of(shapes: Any) -> list[str]:
+    flat, _ = jax.tree.flatten_with_path(shapes, is_leaf=lambda x: isinstance(x, tuple))
+    return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in flat]
+
+
+def test_bytes_and_scales_are_those_of_the_compiled_program() -> None:
+    options = dict(gather_dtype="int8", reduce_dtype="int8")
+    case = shard_fn(
+        mlp(lambda w: w),
+        cpu_mesh(4),
+        {"a": (512, 256), "b": (256, 512)},
+        (8, 512),
+        **options,
+    )
+    checked = case.plan.verify(case.compile())
+    assert checked.ok and checked.planned_bytes == checked.wire_bytes
+    lines = [c for c in case.plan.collectives if c.path]
+    assert {(c.dtype, c.block) for c in lines} == {("int8", 128)}
+    for line in lines:
+        payload = 512 * 256 * 3 // 4
+        assert line.scale_bytes == payload * 2 // 128
+        assert line.wire_bytes == payload + line.scale_bytes
+    assert "int8/128" in str(case.plan) and ", scales 1.5 KiB" in str(case.plan)
+    half = shard_fn(
+        mlp(lambda w: w), cpu_mesh(4), {"a": (512, 256), "b": (256, 512)}, (8, 512)
+    )
+    assert case.plan.parameter_bytes == half.plan.parameter_bytes
+
+
+def test_small_leaves_stay_exact_unless_named() -> None:
+    def plan(**options):
+        return shard_fn(mlp(lambda w: w), cpu_mesh(4), SHAPES, (8, 16), **options).plan
+
+    exact = plan()
+    for option in ("gather_dtype", "reduce_dtype"):
+        asked = plan(**{option: "int8"})
+        assert asked.collectives == exact.collectives
+        assert f"and {option} does not name this leaf" in asked.explain("a")
+        assert "65536 elements (limits.QUANTIZED_ELEMENTS)" in asked.explain("a")
+        some = {option: {"a": "int8", "*": None}, "quantize_block": BLOCK}
+        found = plan(**some).collectives
+        assert {c.path for c in found if c.dtype == "int8"} == {"a"}
+
+
+def test_a_block_that_divides_nothing_leaves_a_leaf_exact() -> None:
+    options = dict(gather_dtype=named("int8"), quantize_block=64)
+    plan = shard_fn(mlp(lambda w: w), cpu_mesh(4), SHAPES, (8, 16), **options).plan
+    assert {c.dtype for c in plan.collectives if c.path == "b"} == {"float32"}
+    assert "no dimension of a shard can be cut" in plan.explain("b")
+
+
+HYBRID = dict(axis=("replica", "data"), quantize_block=BLOCK)
+
+
+def test_one_axis_of_a_hybrid_mesh_is_quantized() -> None:
+    """Inside a host exact, between hosts int8: the shard's sum is exchanged and
+    gathered."""
+    by_axis = named({"replica": "int8"})
+    case, exact = (
+        shard_fn(mlp(lambda w: w), cpu_mesh(2, 4), SHAPES, (8, 16), **HYBRID, **options)
+        for options in (dict(reduce_dtype=by_axis), {})
+    )
+    lines = [c for c in case.plan.collectives if c.path and c.phase == "backward"]
+    found = {
+        (c.op, c.axis, c.dtype)
+        for c in lines
+        if c.op != "all_gather" or c.axis == "replica"
+    }
+    assert found == {
+        ("psum_scatter", "data", "float32"),
+        ("all_to_all", "replica", "int8"),
+        ("all_gather", "replica", "int8"),
+    }
+    assert case.plan.verify(case.compile()).ok
+    (ours, _), (theirs, _) = run(case, 1)[0], run(exact, 1)[0]
+    for name in SHAPES:
+        apart = np.abs(np.asarray(ours[name]) - theirs[name]).max()
+        assert 0 < apart < 2e-3
+    assert "reduce_dtype: {'replica': 'int8'} for a" in str(case.plan)
+
+
+def test_gradients_outside_do_not_see_the_quantizer() -> None:
+    """A function that is differentiated from outside has the derivative of its exact
+    moves."""
+    names = {"w": "int8"}
+
+    def forward(params, x):
+        return (jnp.tanh(x @ params["w"]) ** 2).mean()
+
+    sharded = shardfn.fully_shard(
+        forward,
+        cpu_mesh(4),
+        min_size=8,
+        stationary=False,
+        gather_dtype=names,
+        quantize_block=BLOCK,
+    )
+    rng = np.random.default_rng(0)
+    params = {"w": jnp.asarray(rng.standard_normal((16, 8)), jnp.float32)}
+    x = jnp.asarray(rng.standard_normal((8, 16)), jnp.float32)
+    given = jax.grad(lambda p: forward({"w": straight_through(p["w"], 1, "int8")}, x))(
+        params
+    )
+    found = jax.grad(lambda p: sharded(p, x))(params)
+    np.testing.assert_allclose(found["w"], given["w"], atol=1e-6)
+
+
+def test_gradients_are_rounded_by_chance_and_the_same_each_time() -> None:
+    options = dict(
+        reduce_dtype=named("int8"), reduce_rounding="stochastic", quantize_block=BLOCK
+    )
+    case = shard_fn(mlp(lambda w: w), cpu_mesh(4), SHAPES, (8, 16), **options)
+    near = shard_fn(
+        mlp(lambda w: w),
+        cpu_mesh(4),
+        SHAPES,
+        (8, 16),
+        reduce_dtype=named("int8"),
+        quantize_block=BLOCK,
+    )
+    one, two, other = run(case), run(case), run(near)
+    for a, b in zip(one, two, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, a, b)
+    assert not np.array_equal(one[0][0]["a"], other[0][0]["a"])
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"gather_dtype": "int4"}, "gather_dtype cannot be 'int4'"),
+        ({"gather_dtype": "uint8"}, "gather_dtype cannot be 'uint8'"),
+        ({"reduce_dtype": "float8_e4m3fnuz"}, "reduce_dtype cannot be"),
+        ({"reduce_dtype": {"*": {"data": "bfloat16"}}}, "reduce_dtype cannot be"),
+        ({"quantize_block": 0}, "quantize_block cannot be 0"),
+        ({"reduce_rounding": "up"}, "reduce_rounding cannot be 'up'"),
+        (
+            {"reduce_dtype": {"*": {"dcn": "int8"}}},
+            "reduce_dtype={'dcn': 'int8'} names mesh axis 'dcn', but fully_shard was "
+            "given axis=('data',)",
+        ),
+    ],
+)
+def test_what_cannot_be_asked(options, message) -> None:
+    with pytest.raises(shardfn.ShardingError) as caught:
+        _ = shard_fn(mlp(lambda w: w), cpu_mesh(4), SHAPES, (8, 16), **options).plan
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("target", [aot("h100:8"), aot("tpu:v5p:2x2x2")])
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_compilers_of_devices_that_are_not_there(target: str, dtype: str) -> None:
+    mesh = targets.mesh(target)
+    shapes = {"a": (1024, 2048), "b": (2048, 1024)}
+    case = shard_fn(
+        mlp(lambda w: w), mesh, shapes, (4096, 1024),
+        gather_dtype=dtype, reduce_dtype=dtype,
+    )  # fmt: skip
+    checked = case.plan.verify(case.compile())
+    assert checked.ok, checked.problems()
+    assert checked.wire_bytes <= case.plan.wire_bytes
