@@ -7,8 +7,9 @@ Transformer Inference, arXiv:2211.05102, section 3. A step in which what leaves 
 not much smaller than they are, as in most training, is not planned twice.
 """
 
+import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardfn._core.errors import listed
 from shardfn._core.limits import (
@@ -24,6 +25,7 @@ from shardfn._lowering.sent_bytes import (
     Use,
     exchanged_bytes,
     leaves_met,
+    updated_with,
     uses_of,
     wire_bytes,
 )
@@ -40,7 +42,7 @@ class StationaryChoice:
       gathering: bytes that each device sends per step if all are gathered.
       staying: bytes that it sends in the best plan in which some stay; 0 if no other
         plan was made.
-      others: the names of leaves that no plan gathers.
+      others: the names of leaves that are updated with those, and that no plan gathers.
       is_bound: whether `staying` is a bound, and no plan has been made.
     """
 
@@ -105,41 +107,53 @@ def choose_stationary(
     Returns:
       The plan, and what was found.
     """
+    program, _ = made
     gathered = {leaf for use in uses_of(*made, axes) for leaf in use.leaf}
     # What nothing gathers, such as moments, is not to move because of what stays.
-    others = (asked | may_stay) - gathered
+    still = (asked | may_stay) - gathered
+    if not (asked or still or may_stay):
+        return made, StationaryChoice()
+
+    @functools.cache
+    def updated(stays: frozenset[str]) -> frozenset[str]:
+        return still & updated_with(program, stays)
+
     if asked:
-        made = plan(asked | others)
+        made = plan(asked | updated(asked))
     groups, most = _alike(uses_of(*made, axes), may_stay)
-    met = others.intersection(leaves_met(*made)) & may_stay
+    met = (still & may_stay).intersection(leaves_met(*made))
+    none = StationaryChoice(asked, others=updated(asked))
     if not groups and not met:
-        return made, StationaryChoice(asked, others=others)
+        return made, none
     gathering = wire_bytes(*made, axes)
     worth = max(STATIONARY_BYTES, STATIONARY_SHARE * gathering)
     if met and (exchanged := exchanged_bytes(*made, axes)) >= worth:
-        groups, most, others = [*groups, met], most + exchanged, others - met
+        groups, most = [*groups, met], most + exchanged
     if not groups:
-        return made, StationaryChoice(asked, others=others)
+        return made, none
     considered = frozenset().union(*groups)
     if most < worth:  # such as of a table that other leaves dwarf
         least = max(gathering - round(most), 0)
-        return made, StationaryChoice(
-            asked, considered, gathering, least, others, is_bound=True
+        return made, replace(
+            none, gathers=considered, gathering=gathering, staying=least, is_bound=True
         )
     stays, best, least = considered, made, gathering
-    trials = [may_stay - others, considered]
+    trials = [(may_stay - still) | (met & considered), considered]
     trials += [considered - group for group in groups]
     for trial in dict.fromkeys(trials[: 2 + STATIONARY_GROUPS]):
         if not trial:
             continue
-        tried = plan(trial | asked | others)
+        tried = plan(trial | asked | updated(trial | asked))
         sent = wire_bytes(*tried, axes)
         if sent < least:
             stays, best, least = trial, tried, sent
     if gathering - least < worth:
-        return made, StationaryChoice(asked, considered, gathering, least, others)
+        return made, replace(
+            none, gathers=considered, gathering=gathering, staying=least
+        )
+    stays |= asked
     return best, StationaryChoice(
-        stays | asked, considered - stays, gathering, least, others
+        stays, considered - stays, gathering, least, updated(stays)
     )
 
 

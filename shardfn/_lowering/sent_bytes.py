@@ -83,6 +83,36 @@ def leaves_met(program: Program, body: BodyPlan) -> Iterator[str]:
             yield from itertools.chain(*itertools.compress(leaves, stays))
 
 
+def updated_with(program: Program, leaves: frozenset[str]) -> frozenset[str]:
+    """Leaves that meet these, or each other, element by element, as moments meet a
+    gradient; and these."""
+    links: dict[str, set[str]] = {}
+    for names in _met_elementwise(program):
+        for name in names:
+            links.setdefault(name, set()).update(names)
+    found, pending = set(leaves), list(leaves)
+    while pending:
+        new = links.get(pending.pop(), set()) - found
+        found |= new
+        pending += new
+    return frozenset(found)
+
+
+def _met_elementwise(program: Program) -> Iterator[set[str]]:
+    """The names of the operands of each op that goes element by element."""
+    for node in program.nodes:
+        for body in node.bodies:
+            yield from _met_elementwise(body)
+        if node.rule is None or not node.rule.flat or node.rule.reduce:
+            continue
+        names = [
+            program.leaf(atom)
+            for atom in (*node.inputs, *node.outputs)
+            if isinstance(atom, int) and elements(program.avals[atom]) > 1
+        ]
+        yield set(itertools.chain(*names))
+
+
 def _moved_instead(
     program: Program, node: Node, i: int, stored: Sharding, axes: Axes
 ) -> float:

@@ -4,7 +4,7 @@ In: a node, the shardings of its operands, what a backward pass found of its res
 Out: its `Decision`; equal equations share one.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,8 @@ class Decider:
       control: which sums of loops to leave unreduced until after them.
       solve: solves a body.
       known: decisions by what they follow from.
+      sources: the least bytes of what each value is made of alone, where leaves are
+        stationary.
     """
 
     program: Program
@@ -44,6 +46,7 @@ class Decider:
     control: Control
     solve: Solve
     known: dict[Hashable, Decision]
+    sources: Mapping[int, int]
 
     @property
     def nothing(self) -> Preferences:
@@ -52,6 +55,10 @@ class Decider:
     def state(self, atom: Atom) -> Sharding:
         return self.env[atom] if isinstance(atom, int) else self.axes.replicated
 
+    def source(self, atom: Atom) -> int:
+        """The least bytes of what a value is made of alone."""
+        return self.sources[atom] if isinstance(atom, int) else 0
+
     def decide(self, node: Node, backward: BackwardResult) -> Decision:
         states = tuple(map(self.state, node.inputs))
         nothing, axes = self.nothing, self.axes
@@ -59,10 +66,11 @@ class Decider:
         now = tuple(self.reduces_at_producer(v, backward) for v in node.outputs)
         if node.kind == "op" and node.rule is not None:
             # Equal layers are decided once: equal equations have one rule object.
-            key = id(node.rule), states, preferences, now, node.kinds
+            sources = tuple(map(self.source, node.inputs)) if self.sources else ()
+            key = id(node.rule), states, preferences, now, node.kinds, sources
             decision = self.known.get(key)
             if decision is None:
-                decision = self.op(node, node.rule, states, preferences)
+                decision = self.op(node, node.rule, states, preferences, sources)
                 decision = reduce_at_producer(
                     node,
                     decision,
@@ -88,6 +96,7 @@ class Decider:
         rule: OpShardingRule,
         states: Sequence[Sharding],
         preferences: Sequence[Preferences],
+        sources: Sequence[int],
     ) -> Decision:
         site = OpSite(
             rule=rule,
@@ -98,6 +107,7 @@ class Decider:
             kinds=node.kinds,
             axes=self.axes,
             small=self.small,
+            sources=sources,
         )
         operands, results, parts = site.decide()
         made = tuple(results)

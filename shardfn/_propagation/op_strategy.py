@@ -95,6 +95,7 @@ class OpSite(SplittableFactors):
             self.operand_avals,
             self.result_avals,
             self.kinds,
+            self.sources or list(map(nbytes, self.operand_avals)),
             [state[axis] for state in self.states],
             [preferred[axis] for preferred in self.preferences],
             self.axes.sizes[axis],

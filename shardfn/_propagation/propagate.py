@@ -25,6 +25,7 @@ from shardfn._propagation.decision import Decision
 from shardfn._propagation.flow_site import Solved
 from shardfn._propagation.insert_reshards import plan_steps
 from shardfn._propagation.preferences import Preferences, reduced
+from shardfn._propagation.stationary import is_stationary, least_sources
 
 GREW = Note(
     "propagate",
@@ -86,14 +87,23 @@ class Solver:
                 required,
                 preferences,
                 may_stay_unreduced,
-                self.decider(program),
+                self.decider(program, inputs),
             ).solve()
         return self.memo[key]
 
-    def decider(self, program: Program) -> Decider:
+    def decider(self, program: Program, inputs: Sequence[Sharding]) -> Decider:
         """Of the nodes of a program that is about to be solved."""
+        axes = range(len(self.axes.names))
+        stays = any(is_stationary(axis, inputs) for axis in axes)
         return Decider(
-            program, {}, self.axes, self.small, self.control, self.solve, self.ops
+            program,
+            {},
+            self.axes,
+            self.small,
+            self.control,
+            self.solve,
+            self.ops,
+            least_sources(program) if stays else {},
         )
 
 

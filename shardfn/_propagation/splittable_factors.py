@@ -48,6 +48,8 @@ class SplittableFactors:
       kinds: whether operands are zeros or literals, as in `Node.kinds`.
       axes: the mesh axes.
       small: unreduced values with fewer elements are reduced as late as possible.
+      sources: the least bytes of what each operand is made of alone, such as of what it
+        is a broadcast of; empty where no leaf is stationary.
       operands: shardings that it needs its operands in, as far as they are chosen.
       results: those that it makes its results in.
       parts: `(factor, mesh axis index)` for every factor that is split.
@@ -62,6 +64,7 @@ class SplittableFactors:
     kinds: Sequence[str]
     axes: Axes
     small: int
+    sources: Sequence[int] = ()
     operands: list[Sharding] = field(default_factory=list)
     results: list[Sharding] = field(default_factory=list)
     parts: list[tuple[str, int]] = field(default_factory=list)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardfn._core.op_sharding_rule import OpShardingRule
-from shardfn._core.program import ZERO
+from shardfn._core.program import ZERO, Program
 from shardfn._core.sharding import (
     Axes,
     AxisSharding,
@@ -41,6 +41,18 @@ def stationary(sharding: Sharding) -> Sharding:
     return tuple(
         replace(s, stationary=True) if isinstance(s, Split) else s for s in sharding
     )
+
+
+def least_sources(program: Program) -> dict[int, int]:
+    """The least bytes of what each value is made of alone: of a broadcast, those of
+    what it repeats, which can be moved in its place."""
+    least = {value: nbytes(aval) for value, aval in enumerate(program.avals)}
+    for node in program.nodes:
+        given = [atom for atom in node.inputs if isinstance(atom, int)]
+        if node.kind == "op" and len(given) == 1 and not node.eqn.effects:
+            for value in node.outputs:
+                least[value] = min(least[value], least[given[0]])
+    return least
 
 
 Moved = tuple[int, float]
@@ -78,6 +90,7 @@ class Meeting:
       operand_avals: avals of its operands.
       result_avals: avals of its results.
       kinds: whether they are zeros, as in `Node.kinds`.
+      sources: the least bytes of what each is made of alone.
       states: how the axis splits each operand now.
       preferred: what is preferred of each result.
       count: devices along the axis.
@@ -90,6 +103,7 @@ class Meeting:
     operand_avals: Sequence[Any]
     result_avals: Sequence[Any]
     kinds: Sequence[str]
+    sources: Sequence[int]
     states: Sequence[AxisSharding]
     preferred: Sequence[frozenset[Split | None]]
     count: int
@@ -167,12 +181,17 @@ class Meeting:
     def moved(self, factor: str | None) -> Moved:
         """What moves if `factor` is split."""
         leaves, others = 0, 0.0
-        for aval, kind, state, dims in zip(
-            self.operand_avals, self.kinds, self.states, self.rule.operands, strict=True
+        for aval, kind, source, state, dims in zip(
+            self.operand_avals,
+            self.kinds,
+            self.sources,
+            self.states,
+            self.rule.operands,
+            strict=True,
         ):
             if kind == ZERO:  # made where it is used
                 continue
-            size = self.operand(aval, state, dims, factor)
+            size = min(self.operand(aval, state, dims, factor), source)
             leaves += _is_leaf(state) and size > 0
             others += size
         for aval, preferred, dims in zip(

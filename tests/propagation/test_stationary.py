@@ -53,6 +53,14 @@ def experts(p: Any, x: jax.Array) -> jax.Array:
     return jnp.einsum("gtec,egcd->gtd", weights, made)
 
 
+def images(p: Any, x: jax.Array) -> jax.Array:
+    numbers = "NHWC", "HWIO", "NHWC"
+    rows = jax.lax.conv_general_dilated(
+        x, p["conv"], (1, 1), "SAME", dimension_numbers=numbers
+    )
+    return jnp.tanh(rows).reshape(len(x), -1) @ p["dense"]
+
+
 MLP = {"up": (D, F), "bias": (F,), "down": (F, D)}
 COLUMNS = {"*up": {"data": 1}}
 CASES: dict[str, tuple[Callable[..., Any], Mapping[str, Any], Any, Any]] = {
@@ -70,6 +78,12 @@ CASES: dict[str, tuple[Callable[..., Any], Mapping[str, Any], Any, Any]] = {
         {"table": (VOCAB, D), "out": (D, 2)},
         (ROWS, 3),
         {"*table": {"data": -1}},
+    ),
+    "images": (
+        images,
+        {"conv": (3, 3, 4, 16), "dense": (5 * 6 * 16, 240)},
+        (ROWS, 5, 6, 4),
+        None,
     ),
     "tied": (tied, {"table": (VOCAB, D)}, (ROWS,), None),
     "experts": (
@@ -133,7 +147,8 @@ def test_the_leaves_stay(name: str, devices: tuple[int, ...]) -> None:
     # What moves has rows of the batch, is a norm's sum, or a gradient over replicas.
     last = mesh.axis_names[-1]
     moved = [c for c in plan.collectives if c.axis == last and c.elements > 1]
-    moved = [c for c in moved if not c.parts]  # else several such in one
+    # Else several such are one, or a window's rows are what three devices split.
+    moved = [c for c in moved if not c.parts and "conv" not in c.path]
     assert all(ROWS in c.shape for c in moved if c.phase != "backward" or not c.path)
 
 
@@ -168,6 +183,58 @@ def test_lookups_in_columns_move_ids_and_rows() -> None:
     assert all(c.total_bytes == ROWS * 3 * D * FLOAT // 8 * 7 // 8 for c in rows)
     (ids,) = (c for c in plan.collectives if c.dtype == "int32")
     assert (ids.op, ids.total_bytes) == ("all_gather", ROWS * 3 * FLOAT * 7 // 8)
+
+
+@pytest.mark.parametrize("stationary", [{"*dense": True, "*conv": False}, "auto"])
+def test_other_leaves_move_as_they_did(
+    stationary: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What goes from a convolution to a leaf that stays, and its gradient, is exchanged
+    on the way; the moments of the convolution do not stay with it."""
+    for limit in ("BYTES", "SHARE"):
+        at = f"shardfn._lowering.choose_stationary.STATIONARY_{limit}"
+        monkeypatch.setattr(at, 0)
+    plan = sends("images", stationary=stationary)
+    gathered = sends("images", stationary=False)
+    moved = [c for c in plan.collectives if c.shape[:1] == (ROWS,) or c.parts]
+    assert {c.shape for c in moved if c.op == "all_to_all"} == {(ROWS, 480)}
+    assert not [c for c in plan.collectives if len(c.shape) == 4 and not c.path]
+    of_conv = [[c for c in p.collectives if "conv" in c.path] for p in (plan, gathered)]
+    assert of_conv[0] == of_conv[1]
+
+
+def test_what_a_broadcast_repeats_moves() -> None:
+    """Rows stay where they are looked up, and the weights that they are multiplied with
+    come to them before they are repeated along the features."""
+
+    def train_step(p: Any, batch: Any) -> Any:
+        def loss_fn(p: Any) -> jax.Array:
+            return (p["table"][batch["x"]] * batch["weight"][..., None]).mean()
+
+        loss, grads = jax.value_and_grad(loss_fn)(p)
+        return jax.tree.map(lambda w, g: w - g, p, grads), loss
+
+    rng = np.random.default_rng(0)
+    plain = {"table": jnp.asarray(rng.normal(size=(VOCAB, D)), jnp.float32)}
+    ids = rng.integers(0, VOCAB, (ROWS, 3))
+    batch = {
+        "x": jnp.asarray(ids, jnp.int32),
+        "weight": jnp.asarray(rng.normal(size=(ROWS, 3)), jnp.float32),
+    }
+    step = shardfn.fully_shard(
+        train_step,
+        cpu_mesh(8),
+        min_size=D,
+        stationary=True,
+        shard={"table": {"data": 1}},
+    )
+    state, loss = step(step.shard(plain), batch)
+    moves = step.plan(state, batch).collectives
+    expected, plain_loss = jax.jit(train_step)(plain, batch)
+    assert_same(plain_loss, loss, "loss", tol=1e-4)
+    assert_same(expected, step.unshard(state), "state", tol=1e-4)
+    assert all(c.elements <= ROWS * 3 for c in moves)
+    assert sum(c.total_bytes for c in moves) <= 2 * ROWS * 3 * FLOAT * 7 // 8 + 7
 
 
 def decode(p: Any, cache: Any, x: jax.Array, at: jax.Array) -> Any:
