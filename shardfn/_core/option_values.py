@@ -64,8 +64,8 @@ class Values:
         )
 
 
-def _one_of(literal: Any) -> Values:
-    """The values of a `Literal`."""
+def one_of(literal: Any) -> Values:
+    """The values of a `Literal`, such as a new option may have in its row."""
     allowed = get_args(literal)
 
     def read(value: Any) -> Any:
@@ -147,13 +147,7 @@ def _positive(value: Any) -> int:
     return value
 
 
-def _stationary(value: Any) -> bool | str:
-    if isinstance(value, bool) or (isinstance(value, str) and value == "auto"):
-        return value
-    raise NotAllowed
-
-
-STATIONARY = Values("True, False, 'auto'", _stationary)
+STATIONARY = one_of(Literal[True, False, "auto"])
 RESHARD = Values("True, False, 'auto', a number of devices", _reshard)
 WIRE_DTYPE = Values(
     "None, a floating-point dtype such as 'bfloat16', "
@@ -162,8 +156,8 @@ WIRE_DTYPE = Values(
     _wire_dtype,
     show=_shown_dtype,
 )
-ROUNDING = _one_of(Rounding)
-ACCUMULATE = _one_of(Accumulate)
+ROUNDING = one_of(Rounding)
+ACCUMULATE = one_of(Accumulate)
 COUNT = Values("an integer that is not negative", _count)
 POSITIVE = Values("an integer that is positive", _positive)
 AXES = Values(
