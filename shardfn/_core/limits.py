@@ -152,7 +152,8 @@ BLOCK_BYTES = 2**12
 
 FILLED_SHARE = Fraction(1, 16)
 """The most of its state that a process fills in host memory before it goes to devices,
-unless one shard is more: the shards that are filled together read a row once."""
+or `READ_BYTES`: the shards that are filled together read a row once, and a larger shard
+is filled in slabs."""
 
 LEAVES_WRITTEN = 32
 """Leaves that are written at the same time."""

@@ -97,6 +97,11 @@ def size_of(box: Index) -> int:
     return math.prod(s.stop - s.start for s in box)
 
 
+def size_in(index: Index, shape: Shape) -> Shape:
+    """The shape of what an index takes of an array."""
+    return tuple(len(range(*s.indices(n))) for s, n in zip(index, shape, strict=True))
+
+
 def overlap(one: Index, other: Index) -> Index | None:
     """What two boxes have in common; None if that is nothing."""
     both = tuple(

@@ -1,8 +1,8 @@
 """Reads tensors of others' `safetensors` files into a state, each process its part.
 
 In: files as Hugging Face writes them, a state, and which leaf each tensor is for. Out:
-the state, stored: leaf by leaf, a few shards at a time are filled in host memory, from
-the bytes of the files that belong there, and go to their devices.
+the state, stored: leaf by leaf, a few shards, or a slab of one, are filled in host
+memory, from the bytes of the files that belong there, and go to their devices.
 """
 
 import math
@@ -17,17 +17,20 @@ import numpy as np
 from shardfn._core import compat, processes
 from shardfn._core.errors import call_site
 from shardfn._core.leaves import Leaf, leaf_name
-from shardfn._core.limits import FILLED_SHARE, SHOWN_LINES
+from shardfn._core.limits import FILLED_SHARE, READ_BYTES, SHOWN_LINES
 from shardfn.storage._boxes import (
     Index,
+    Shape,
     overlap,
     pieces,
     shards_here,
+    size_in,
     size_of,
     within,
 )
 from shardfn.storage._key_words import from_words, words_of
 from shardfn.storage._placement import HasStorage, stored_avals
+from shardfn.storage._slabs import in_slabs
 from shardfn.storage._tensor_axes import Part, parts
 from shardfn.storage._tensor_files import LoadError, boxes, read_box, tensors_in
 from shardfn.storage._tensor_names import Names, Source, Wiring, wiring
@@ -44,7 +47,7 @@ def load_safetensors(
     """Reads weights, such as those of Hugging Face, into a state as a step stores it.
 
     Each process reads the bytes that its devices will store, in blocks of 4 KiB, and
-    holds at most a sixteenth of them, or one shard, besides the shards themselves.
+    holds at most a sixteenth of them, or 4 MiB, besides the shards themselves.
     Floating-point values become the leaf's dtype while they are read. With several
     processes all have to call it, and all have to see the files.
 
@@ -100,7 +103,7 @@ def load_safetensors(
         problems = [*found.problems, *_deleted(arrays, leaves, found)]
         if problems:
             raise _unfit(path, problems)
-    limit = int(sum(map(_own_bytes, avals)) * FILLED_SHARE)
+    limit = max(int(sum(map(_own_bytes, avals)) * FILLED_SHARE), READ_BYTES)
     with processes.meeting(f"read its part of {path}", group):
         for i, (leaf, aval) in enumerate(zip(leaves, avals, strict=True)):
             if not _is_given(arrays[i], leaf, found):
@@ -159,26 +162,44 @@ def _read_leaf(
     """A leaf in the array that stores it, zeros where no tensor is for it."""
     sharding, words = aval.sharding, words_of(aval)
     assert sharding is not None
-    shape, size = words_of(leaf.aval).shape, sharding.shard_shape(words.shape)
-    here, shards = shards_here(words), []
-    together = max(limit // max(_shard_bytes(aval), 1), 1)
-    for start in range(0, len(here), together):
-        filling = [
-            (np.zeros(size, words.dtype), index, devices)
-            for index, devices in here[start : start + together]
-        ]
-        places = [
-            (piece.box, block[(*piece.source, ...)].reshape(piece.shape))
-            for block, index, _ in filling
-            for piece in pieces(shape, words.shape, index)
-        ]
-        for source in sources:
-            _fill(source, places)
-        shards += [jax.device_put(x, d) for x, _, devices in filling for d in devices]
-        jax.block_until_ready(shards)  # the blocks are free when they are copied
+    shape, here, shards = words_of(leaf.aval).shape, shards_here(words), []
+
+    def filled(indices: Sequence[Index]) -> list[np.ndarray]:
+        return _filled(sources, shape, words, indices)
+
+    together = limit // max(_shard_bytes(aval), 1)
+    if not together:
+        for index, devices in here:
+            shards += in_slabs(words, index, devices, limit, filled)
+    else:
+        for start in range(0, len(here), together):
+            part = here[start : start + together]
+            blocks = filled([index for index, _ in part])
+            for block, (_, devices) in zip(blocks, part, strict=True):
+                shards += [jax.device_put(block, d) for d in devices]
+            jax.block_until_ready(shards)  # the blocks are free when they are copied
     x = jax.make_array_from_single_device_arrays(words.shape, sharding, shards)
     x = from_words(x, aval.dtype)
     return compat.with_weak_type(x, True) if leaf.aval.weak_type else x
+
+
+def _filled(
+    sources: Sequence[Source],
+    shape: Shape,
+    words: jax.ShapeDtypeStruct,
+    indices: Sequence[Index],
+) -> list[np.ndarray]:
+    """Some boxes of the array that stores a leaf of `shape`."""
+    sizes = [size_in(index, words.shape) for index in indices]
+    blocks = [np.zeros(size, words.dtype) for size in sizes]
+    places = [
+        (piece.box, block[(*piece.source, ...)].reshape(piece.shape))
+        for block, index in zip(blocks, indices, strict=True)
+        for piece in pieces(shape, words.shape, index)
+    ]
+    for source in sources:
+        _fill(source, places)
+    return blocks
 
 
 def _fill(source: Source, places: Sequence[tuple[Index, np.ndarray]]) -> None:

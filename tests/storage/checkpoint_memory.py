@@ -1,6 +1,7 @@
-"""In: `save`, `restore`, `export` or `load`, and a directory. Out: what that adds to
-the memory of this process at its peak, relative to the bytes of the state's shards; a
-program of its own, so that nothing else has been in its memory.
+"""In: `save`, `restore`, `export` or `load`, a directory, how many devices, and how
+many times as large a state. Out: what that adds to the memory of this process at its
+peak, relative to the bytes of the state's shards; a program of its own, so that nothing
+else has been in its memory.
 
 CPU devices keep their shards in host memory: saving reads them there, and restoring
 makes them there.
@@ -18,24 +19,30 @@ from shardfn.storage._stored_array import stored_array
 from shardfn.storage.checkpoint import Checkpoints
 from shardfn.storage.safetensors import load_safetensors, write_safetensors
 
-SHAPES = {
-    "even": (1024, 1024, 8),
-    "padded": (4093, 1024),
-    "flattened": (331, 83, 190),
-}
-
-
 NAMES = {
     "even": ("even", "(b c) a -> a b c"),
     "padded": ("padded", "b a -> a b"),
     "flattened": "flattened",
 }
 """How the leaves are in a file of others, there in bfloat16."""
-ON_DISK = {"even": (8192, 1024), "padded": (1024, 4093), "flattened": (331, 83, 190)}
 
 
-def create() -> dict[str, jax.Array]:
-    return {k: jnp.full(shape, 0.5, jnp.float32) for k, shape in SHAPES.items()}
+def on_disk(times: int) -> dict[str, tuple[int, ...]]:
+    """The shapes there, of a state that is so many times as large."""
+    return {
+        "even": (8192 * times, 1024),
+        "padded": (1024, 4093 * times),
+        "flattened": (331 * times, 83, 190),
+    }
+
+
+def create(times: int = 1) -> dict[str, jax.Array]:
+    shapes = {
+        "even": (1024, 1024 * times, 8),
+        "padded": (4093 * times, 1024),
+        "flattened": (331 * times, 83, 190),
+    }
+    return {k: jnp.full(shape, 0.5, jnp.float32) for k, shape in shapes.items()}
 
 
 def memory(what: str) -> int:
@@ -52,11 +59,11 @@ def peak_of(run: Callable[[], None]) -> int:
     return memory("VmHWM") - before
 
 
-def main(action: str, directory: str) -> None:
-    jax.config.update("jax_num_cpu_devices", 8)
-    mesh = jax.make_mesh((8,), ("data",))
+def main(action: str, directory: str, devices: str = "8", times: str = "1") -> None:
+    jax.config.update("jax_num_cpu_devices", int(devices))
+    mesh = jax.make_mesh((int(devices),), ("data",))
     step = shardfn.fully_shard(lambda s, x: (s, x), mesh)
-    whole = jax.eval_shape(create)
+    whole = jax.eval_shape(lambda: create(int(times)))
     own = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(whole))
     states = []
 
@@ -77,10 +84,11 @@ def main(action: str, directory: str) -> None:
 
     with Checkpoints(directory, step) as checkpoints:
         if action == "load":
-            small = {"flattened": jax.ShapeDtypeStruct((331, 83), jnp.float32)}
+            small = {"even": jax.ShapeDtypeStruct((2048, 1024), jnp.float32)}
             load_safetensors(f"{directory}/small.safetensors", small, step)
             peak = peak_of(load)
-            assert jnp.array_equal(states[0]["padded"][:, 7], jnp.arange(4093.0) % 128)
+            row = states[0]["padded"][:, 7]
+            assert jnp.array_equal(row, jnp.arange(float(len(row))) % 128)
         elif action == "export":
             states.append(step.init(lambda: {"flattened": jnp.ones((331, 83))}))
             export()  # compiles and loads what is needed once

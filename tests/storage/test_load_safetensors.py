@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoint_memory import ON_DISK
+from checkpoint_memory import on_disk
 
 import shardfn
-from shardfn.storage import _tensor_axes, _tensor_files
+from shardfn.storage import _load_safetensors, _tensor_axes, _tensor_files
 from shardfn.storage._stored_array import StoredArray
 from shardfn.storage.safetensors import (
     LoadError,
@@ -415,18 +415,38 @@ def test_what_names_no_axes(text) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_memory_is_that_of_the_shards(tmp_path) -> None:
-    """Of a file in bfloat16, whose tensors are transposed, in a float32 state."""
-    tensors = {k: np.zeros(shape, BFLOAT16) for k, shape in ON_DISK.items()}
-    tensors["padded"][7] = np.arange(4093) % 128
+@pytest.mark.parametrize("devices, times", [(8, 1), (1, 3)])
+def test_memory_is_that_of_the_shards(devices: int, times: int, tmp_path) -> None:
+    """Of a file in bfloat16, whose tensors are transposed, in a float32 state. What is
+    compiled takes some MB of its own."""
+    shapes = on_disk(times)
+    tensors = {k: np.zeros(shape, BFLOAT16) for k, shape in shapes.items()}
+    tensors["padded"][7] = np.arange(shapes["padded"][1]) % 128
     write_safetensors(tmp_path / "model.safetensors", tensors)
-    write_safetensors(tmp_path / "small.safetensors", {"flattened": values(331, 83)})
+    write_safetensors(tmp_path / "small.safetensors", {"even": values(2048, 1024)})
     program = Path(__file__).with_name("checkpoint_memory.py")
     out = subprocess.run(
-        [sys.executable, program, "load", str(tmp_path)],
+        [sys.executable, program, "load", tmp_path, str(devices), str(times)],
         env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},
         check=True,
         capture_output=True,
         text=True,
     )
     assert json.loads(out.stdout)["peak"] < 1.2
+
+
+@pytest.mark.parametrize("sizes", [(3,), (2, 2), ()], ids=str)
+def test_large_shards_are_filled_in_slabs(sizes, folder, monkeypatch) -> None:
+    """Down to a row at a time, of leaves in all layouts."""
+    slabs, fill = [], _load_safetensors._filled
+    monkeypatch.setattr(_load_safetensors, "READ_BYTES", 600)
+    monkeypatch.setattr(_load_safetensors, "FILLED_SHARE", 0)
+    monkeypatch.setattr(
+        _load_safetensors,
+        "_filled",
+        lambda *args: [slabs.append(len(args[-1])), fill(*args)][1],
+    )
+    step = step_on(*sizes) if sizes else None
+    state = load_safetensors(folder, LIKE, step, names=NAMES)
+    assert_same(expected(), jax.tree.map(np.asarray, state), "loaded", tol=0.0)
+    assert slabs.count(1) > 40
