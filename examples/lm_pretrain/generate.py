@@ -5,6 +5,7 @@ python examples/lm_pretrain/generate.py --run-dir runs/NAME --devices 8 --prompt
 
 import dataclasses
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -39,6 +40,8 @@ class Flags:
     temperature: float = 0.8
     """Zero always takes the likeliest token."""
     seed: int = 0
+    rate: bool = True
+    """Generate twice, and print tokens per second of the second time."""
     plan: bool = False
     """Print what the devices send for these prompts, and nothing else."""
     devices: int | None = None
@@ -116,7 +119,7 @@ def main(flags: Flags) -> list[str]:
     if config.model.family != "llama":
         raise ConfigError(f"{config.model.family} has no cache: only llama generates.")
     tokenizer = load_tokenizer(config.data)
-    key = jax.random.key(flags.seed)
+    key, sent = jax.random.key(flags.seed), 0.0
 
     def run(params: Params, batch: Batch, key: jax.Array) -> jax.Array:
         choices = (config.model, flags.tokens, flags.temperature)
@@ -124,17 +127,24 @@ def main(flags: Flags) -> list[str]:
 
     batch = prompts(flags.prompt, tokenizer)
     if flags.weights:
-        tokens_BxN = jax.jit(run)(params, batch, key)
+        generate = jax.jit(run)
     else:
         mesh = jax.make_mesh((jax.device_count(),), ("data",))
         generate = shardfn.fully_shard(run, mesh)
         like = {"params": machine.abstract_state(config).params}
         _, state = read_last(Path(str(flags.run_dir)), generate, like)
+        params = state["params"]
+        plan = generate.plan(params, batch, key)
+        sent = plan.wire_bytes / flags.tokens
         if flags.plan:
-            plan = generate.plan(state["params"], batch, key)
-            sent = sum(line.total_bytes for line in plan.collectives) / flags.tokens
             return [f"{plan}\n{sent:,.0f} bytes per token from each device"]
-        tokens_BxN = generate(state["params"], batch, key)
+    tokens_BxN = jax.block_until_ready(generate(params, batch, key))
+    if flags.rate:
+        start = time.perf_counter()
+        jax.block_until_ready(generate(params, batch, key))
+        rate = tokens_BxN.size / (time.perf_counter() - start)
+        wire = f", {sent:,.0f} bytes per token from each device" if sent else ""
+        print(f"{rate:,.0f} tokens per second{wire}", file=sys.stderr)
     return to_texts(tokens_BxN, tokenizer)
 
 

@@ -1,6 +1,7 @@
 """The language model example generates: its cache, sharded states, exported files."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import export
@@ -45,16 +46,19 @@ def test_a_sharded_state_and_an_exported_one_say_the_same(tiny, tmp_path, capsys
     pytest.importorskip("safetensors")
     main(dataclasses.replace(tiny, save_every=3))
     choices = dict(prompt=("Line 7 is", "L"), tokens=LENGTH, temperature=0.0)
+    capsys.readouterr()
     sharded = generate.main(generate.Flags(run_dir=tiny.run_dir, **choices))
     flags = generate.Flags(run_dir=tiny.run_dir, plan=True, **choices)
     (plan,) = generate.main(flags)
     assert "state: none comes back; read only: argument 0 ('params')" in plan
     assert plan.endswith(" bytes per token from each device")
-    capsys.readouterr()
+    end = r"\d[\d,]* tokens per second, \d[\d,]* bytes per token from each device\n"
+    assert re.fullmatch(end, capsys.readouterr().err)
     path = str(tmp_path / "model.safetensors")
     export.main(export.Flags(tiny.run_dir, path))
     assert capsys.readouterr().out == f"11 tensors of step 3 in {path}\n"
-    alone = generate.main(generate.Flags(weights=path, **choices))
+    alone = generate.main(generate.Flags(weights=path, rate=False, **choices))
+    assert capsys.readouterr().err == ""
     assert sharded == alone and len(alone) == 2
 
 
