@@ -96,9 +96,12 @@ class Node:
 
     @property
     def is_unrolled(self) -> bool:
-        """Whether it is a scan of which the compiler is given no loop."""
-        params = self.eqn.params
-        return self.kind == "scan" and params["unroll"] >= params["length"]
+        """Whether it is a scan of which the compiler keeps no loop: of one round at
+        most."""
+        if self.kind != "scan":
+            return False
+        unroll, length = self.eqn.params["unroll"], self.eqn.params["length"]
+        return unroll == 0 or 2 * unroll > length  # JAX's 0 is all
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,6 +11,7 @@ from shardfn.analysis._hlo import HloCollective
 from shardfn.analysis._line_check import (
     MERGED,
     MISSING,
+    ONCE,
     SHARED,
     UNDECIDED,
     LineCheck,
@@ -93,7 +94,7 @@ def _times(lines: Lines) -> str:
 
 def _runs(checks: Checks) -> str:
     planned, runs = _times([c.line for c in checks]), sum(c.runs for c in checks)
-    is_less = checks[0].status in (MERGED, SHARED, UNDECIDED, MISSING)
+    is_less = checks[0].status in (MERGED, SHARED, ONCE, UNDECIDED, MISSING)
     return f"{runs} of {planned}" if is_less else planned
 
 

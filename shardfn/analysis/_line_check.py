@@ -16,10 +16,11 @@ ALL_REDUCED = "all-reduced"
 REWRITTEN = "rewritten"
 MERGED = "merged"
 SHARED = "shared"
+ONCE = "once"
 UNDECIDED = "undecided"
 MISSING = "missing"
 
-FAITHFUL = (PRESENT, NARROWED, SHARED)
+FAITHFUL = (PRESENT, NARROWED, SHARED, ONCE)
 """What sends what the plan says, or less."""
 
 MEANING = {
@@ -31,6 +32,8 @@ MEANING = {
     MERGED: "gathered once with another line, so the whole value lives in between",
     SHARED: "gathered once with another line, as this backend merges equal gathers, "
     "whatever keeps them apart; GPUs and TPUs do not",
+    ONCE: "gathered once with a line of another loop or call in the same pass, which "
+    "computes the same",
     UNDECIDED: "one of several sums that the compiler joined: they do not add up, and "
     "which of them is missing cannot be told",
     MISSING: "not in the compiled program, or not as often as planned",
@@ -44,7 +47,7 @@ class LineCheck:
     Attributes:
       line: the planned collective.
       status: `present`, `narrowed`, `widened`, `all-reduced`, `rewritten`, `merged`,
-        `shared`, `undecided` or `missing`.
+        `shared`, `once`, `undecided` or `missing`.
       found: the compiled collectives for it, each `times` as often as counts for it.
       runs: how often the compiled program runs them per step.
     """

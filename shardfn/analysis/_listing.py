@@ -29,6 +29,7 @@ from shardfn._core.plan import (
 from shardfn._core.program import Node, Program
 from shardfn._core.sharding import Axes, Sharding, Split
 from shardfn.analysis._explain import LeafLayout, Operation
+from shardfn.analysis._live_runs import Runs, count_runs
 from shardfn.analysis._move_reason import Why
 from shardfn.analysis._replicated import work_of
 from shardfn.analysis.collective import Collective
@@ -68,7 +69,8 @@ def make_plan(
     """
     parameters = _Parameters({leaf_name(leaf.path): leaf for leaf in state})
     collectives = []
-    for line, gathered in _walk(program, body, axes, 1):
+    counted = count_runs(program, body)
+    for line, gathered in _walk(program, body, axes, 1, counted):
         collectives.append(line)
         for each in gathered:
             parameters.add(line, *each)
@@ -153,16 +155,21 @@ def _walk(
     body: BodyPlan,
     axes: Axes,
     times: int | None,
+    counted: Runs | None,
     at: Place = (),
     same: _Same = MappingProxyType({}),
 ) -> Iterator[Line]:
-    """Every collective, and the bytes of the parameters that it gathers."""
+    """Every collective that runs, `times` times if not `counted`, and the bytes of the
+    parameters that it gathers."""
     users = _users(program, body)
     for index, step in enumerate(body.steps):
         if isinstance(step, Reshard):
+            runs = times if counted is None else counted.get((at, index), 0)
+            if runs == 0:
+                continue
             steps = together(body.steps, index)
             each = [
-                list(_moves(program, s, users.get(s.result), axes, times, at, same))
+                list(_moves(program, s, users.get(s.result), axes, runs, at, same))
                 for s in steps
             ]
             yield from map(_joined, zip(*each, strict=True))
@@ -171,10 +178,14 @@ def _walk(
         inner = None if times is None or step.times is None else times * step.times
         for ahead in step.ahead:
             runs = None if times is None else times * ((step.times or 0) + ahead.lead)
-            yield from _walk(bodies[0], ahead.part, axes, runs, (*at, step.node, 0))
+            place = (*at, step.node, 0)
+            yield from _walk(bodies[0], ahead.part, axes, runs, None, place)
         for i, (program_i, plan_i) in enumerate(zip(bodies, step.bodies, strict=True)):
-            known = _inside(program.nodes[step.node], i, at, same)
-            yield from _walk(program_i, plan_i, axes, inner, (*at, step.node, i), known)
+            known, place = (
+                _inside(program.nodes[step.node], i, at, same),
+                (*at, step.node, i),
+            )
+            yield from _walk(program_i, plan_i, axes, inner, counted, place, known)
 
 
 def _inside(node: Node, i: int, at: Place, same: _Same) -> _Same:
@@ -224,6 +235,7 @@ def _moves(
                 reduces=move.reduces,
                 gradient=step.during.gradient,
                 value=same.get(step.source.value, (*at, step.source.value)),
+                body=at,
                 why=(Why(names, step, move, axes),),
             ),
             ((names, size, step.itemsize),) if gathers else (),

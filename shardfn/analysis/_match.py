@@ -24,6 +24,7 @@ from shardfn.analysis._line_check import (
     MERGED,
     MISSING,
     NARROWED,
+    ONCE,
     PRESENT,
     REWRITTEN,
     SHARED,
@@ -278,14 +279,28 @@ def _status(need: _Need, needs: Iterable[_Need], merged: str) -> str:
         return next((s for s in worst if s in need.status), PRESENT)
     if UNDECIDED in need.status:
         return UNDECIDED
-    return merged if any(_is_twin(need, other) for other in needs) else MISSING
+    twins = [other for other in needs if _is_twin(need, other)]
+    whole = [other for other in twins if not other.runs]
+    if merged == MERGED and any(_is_apart(need, other) for other in whole):
+        return ONCE
+    if merged == SHARED and twins:  # those of several lines, each with some of them
+        found = sum(c.times for each in (need, *twins) for c in each.found)
+        return SHARED if found >= (need.line.times or 1) else MISSING
+    return merged if whole else MISSING
 
 
 def _is_twin(need: _Need, other: _Need) -> bool:
-    """Whether `other`, which is there, gathers the same leaf as `need`, or the same
-    value."""
+    """Whether `other` gathers the same leaf as `need`, or the same value."""
     a, b = need.line, other.line
     alike = (a.axis, a.dtype, a.elements) == (b.axis, b.dtype, b.elements)
     same = a.path == b.path if a.path else a.value == b.value
     gathers = a.op == b.op == AllGather.op
-    return other is not need and not other.runs and alike and same and gathers
+    return other is not need and alike and same and gathers
+
+
+def _is_apart(need: _Need, other: _Need) -> bool:
+    """Whether two lines gather for bodies that run side by side in one pass: nothing
+    lives longer if a compiler finds that they compute the same."""
+    a, b = need.line, other.line
+    in_both = bool(a.body) and bool(b.body)
+    return in_both and a.body != b.body and a.phase == b.phase

@@ -34,6 +34,7 @@ class Collective:
         one moves. The shape is then that of their concatenation.
       value: which value of the program is moved: the same for moves of it in several
         bodies.
+      body: which body of the plan it is in.
       why: what it is for, of each move that it is; see `Plan.explain`.
       reduces: what a reduction reduces with: "sum", "max", "min", "and", "or"; else "".
     """
@@ -57,6 +58,7 @@ class Collective:
     reduces: str = ""
     gradient: int = 0
     value: tuple[int, ...] = field(default=(), compare=False)
+    body: tuple[int, ...] = field(default=(), compare=False)
     why: tuple[Any, ...] = field(default=(), compare=False, repr=False)
 
     @property

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from numpy.testing import assert_allclose
 from plan_helpers import CPU_MERGES_GATHERS, QUICK, cpu_mesh
 
 import shardfn
@@ -147,6 +148,56 @@ def test_no_sound_program_is_refused(name: str) -> None:
     result = checked(*arguments, **options)
     assert result.ok, result.problems()
     assert CPU_MERGES_GATHERS or not result.having("shared")
+
+
+def unrolled(unroll: int, remat: bool, penalty: bool) -> Any:
+    """A step whose loop over 3 layers is written out in part, perhaps with remat, and
+    with a penalty on the gradient of the rows."""
+
+    def layer(h, w):
+        return jnp.tanh(h @ w), None
+
+    def rows_of(p, x):
+        body = jax.checkpoint(layer) if remat else layer
+        return jnp.sum(lax.scan(body, x, p, unroll=unroll)[0] ** 2)
+
+    def loss(p, x):
+        slope = jax.grad(rows_of, 1)(p, x) if penalty else x
+        return rows_of(p, x) / 16 + jnp.mean(slope**2)
+
+    return trained(loss)
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("unroll", [1, 2, 3])
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("penalty", [False, True])
+def test_loops_that_are_written_out_are_not_refused(unroll, remat, penalty) -> None:
+    """Nothing reads the gradient of the first layer's rows: compilers drop its gather.
+    Two passes that compute the same gather once; those of JAX 0.10 share still more."""
+    step, x = (
+        unrolled(unroll, remat, penalty),
+        jnp.cos(jnp.arange(128.0)).reshape(16, 8),
+    )
+    p = jnp.sin(jnp.arange(192.0)).reshape(3, 8, 8)
+    sharded = shardfn.fully_shard(step, cpu_mesh(8), min_size=0, verify="error")
+    expected = step(p, x)
+    got = sharded(sharded.shard(p), x)
+    assert_allclose(sharded.unshard(got[0]), expected[0], rtol=1e-5, atol=1e-6)
+    assert_allclose(got[1], expected[1], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "length, unroll, times", [(4, 1, 4), (4, 2, 4), (4, 3, 3), (4, 4, 3), (5, 2, 4)]
+)
+def test_gathers_of_iterations_that_nothing_reads_are_not_planned(
+    length: int, unroll: int, times: int
+) -> None:
+    step = unrolled(unroll, remat=False, penalty=False)
+    sharded = shardfn.fully_shard(step, cpu_mesh(8), min_size=0)
+    lines = sharded.plan(jnp.ones((length, 8, 8)), ROWS).collectives
+    gathers = {c.phase: c.times for c in lines if c.op == "all_gather"}
+    assert gathers == {"forward": length, "backward": times}
 
 
 def test_what_iterations_share_is_not_gathered_ahead() -> None:
