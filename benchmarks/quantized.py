@@ -28,7 +28,17 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 """Options of `fully_shard` that are compared, by the name of their row."""
 
-HEADER = ("asked", "planned", "compiled", "as planned", "step", "memory", "temp GiB")
+HEADER = (
+    "asked",
+    "planned",
+    "compiled",
+    "as planned",
+    "step",
+    "transfers",
+    "exposed",
+    "memory",
+    "temp GiB",
+)
 
 
 def measure(case: str, chip: str, asked: str, compiles: bool) -> tuple[str, ...]:
@@ -50,6 +60,8 @@ def measure(case: str, chip: str, asked: str, compiles: bool) -> tuple[str, ...]
         f"{checked.wire_bytes / m:.3f} M",
         "yes" if checked.ok else "no",
         f"{report.step_seconds * 1e3:.1f} ms",
+        f"{report.transfer_seconds * 1e3:.1f} ms",
+        f"{report.exposed_seconds * 1e3:.1f} ms",
         f"{report.memory_seconds * 1e3:.1f} ms",
         f"{report.memory.temporary / 2**30:.2f}",
     )

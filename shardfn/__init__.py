@@ -12,6 +12,7 @@ from shardfn._api.local_step import LocalStep as LocalStep
 from shardfn._api.sharded_step import ShardedStep as ShardedStep
 from shardfn._core.constraint import constrain as constrain
 from shardfn._core.constraint import replicate as replicate
+from shardfn._core.errors import InexactSignWarning as InexactSignWarning
 from shardfn._core.errors import (
     ReplicatedComputeWarning as ReplicatedComputeWarning,
 )

@@ -16,11 +16,9 @@ from shardfn._api.argument_leaves import (
 from shardfn._api.batch_division import BatchDivision
 from shardfn._api.call_arguments import by_position, parameter_names, refuse_count
 from shardfn._api.names_in_code import mentions
+from shardfn._api.plan_warnings import warn_of
 from shardfn._api.planner import (
-    check_fallbacks,
-    check_replicated,
     plan_traced,
-    warn_of_axes,
 )
 from shardfn._core import compat
 from shardfn._core.call_arguments import (
@@ -284,9 +282,7 @@ class PlainStep:
                     self.min_size,
                     self.control,
                 )
-            check_fallbacks(planned, self.strict)
-            check_replicated(planned)
-            warn_of_axes(planned)
+            warn_of(planned, self.strict)
             self.plans[key] = planned
         return self.plans[key]
 

@@ -4,7 +4,6 @@ In: the step, leaves of its state and batch with their shardings. Out: `Planned`
 emit can run, and from it the `Plan` that people read.
 """
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,15 +14,7 @@ from shardfn._api.dump_plans import dumping
 from shardfn._core import compat
 from shardfn._core.automatic_axes import auto_names
 from shardfn._core.control import Control
-from shardfn._core.errors import (
-    ReplicatedComputeWarning,
-    ShardingError,
-    UnsupportedPrimitiveWarning,
-    UnusedAxisWarning,
-    called,
-)
 from shardfn._core.leaves import Leaf, leaf_name
-from shardfn._core.limits import REPLICATED_FLOPS, REPLICATED_SHARE
 from shardfn._core.program import Program
 from shardfn._core.sharding import Axes, Sharding
 from shardfn._lowering.interpreter import emit
@@ -35,8 +26,6 @@ from shardfn._trace.tied_transposes import fold_transposes
 from shardfn._trace.trace_step import Traced
 from shardfn.analysis._listing import make_plan
 from shardfn.analysis._program_hash import fingerprint_of
-from shardfn.analysis._replicated import work_of
-from shardfn.analysis.collective import Collective
 from shardfn.analysis.plan import Plan
 from shardfn.storage._layout import layouts
 
@@ -167,19 +156,6 @@ def _constrained(program: Program) -> Iterator[str]:
             yield from _constrained(body)
 
 
-def warn_of_axes(planned: Planned) -> None:
-    """Warns of mesh axes that the batch is not split over, nor anything else."""
-    for name, size in planned.unused:
-        over = (*(n for n, _ in planned.unused if n == name), *planned.axes.names)
-        warnings.warn(
-            f"nothing is split over mesh axis '{name}': its {size} devices all compute "
-            f"the same.\n{called()}Pass axis={over} to fully_shard to split the batch "
-            "over it, too, or make a mesh without it.",
-            UnusedAxisWarning,
-            stacklevel=2,
-        )
-
-
 def plan_init(
     init_fn: Callable[..., Any],
     args: Sequence[Any],
@@ -241,37 +217,3 @@ def _layouts(planned: Planned) -> list[tuple[Sharding, str]]:
         each += filter(None, [planned.stationary.why(leaf_name(leaf.path))])
         texts.append("; ".join(each))
     return list(zip(planned.stored, texts, strict=True))
-
-
-def check_replicated(planned: Planned) -> None:
-    """Warns if most of a device's work is the same on every device."""
-    work = work_of(planned.program, planned.body, planned.axes)
-    if work.share > REPLICATED_SHARE and work.replicated >= REPLICATED_FLOPS:
-        warnings.warn(
-            f"{work.share:.0%} of a device's FLOPs are the same on every device: "
-            f"{work.replicated:.1e} per step, most of them\n  at {work.place}\n"
-            "Nothing in them is split. Pass what they work on as a batch, or split it "
-            "by shardfn.constrain, or accept the cost.",
-            ReplicatedComputeWarning,
-            stacklevel=2,
-        )
-
-
-def check_fallbacks(planned: Planned, strict: bool) -> None:
-    """Warns once per primitive and line that runs on gathered operands, or refuses
-    it."""
-    if not planned.body.falls_back:
-        return
-    lines: dict[tuple[str, str], list[Collective]] = {}
-    for line in describe(planned, fingerprint=False).fallbacks:
-        lines.setdefault((line.fallback, line.place), []).append(line)
-    for (primitive, place), group in lines.items():
-        sent = sum(line.total_bytes for line in group)
-        message = (
-            f"primitive '{primitive}' has no op sharding rule, so its operands are "
-            f"gathered: {sent} bytes per device and step.\n  at {place}\n"
-            "Register one with shardfn.register_rule, or accept the cost."
-        )
-        if strict:
-            raise ShardingError(f"{message} strict=True refuses it.")
-        warnings.warn(message, UnsupportedPrimitiveWarning, stacklevel=2)

@@ -44,6 +44,10 @@ class UnusedAxisWarning(UserWarning):
     """Nothing is split over an axis of the mesh."""
 
 
+class InexactSignWarning(UserWarning):
+    """An update takes the sign of a gradient whose terms are quantized."""
+
+
 class VerificationWarning(UserWarning):
     """A compiled step moves something else than its plan says."""
 

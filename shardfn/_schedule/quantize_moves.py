@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shardfn._core.control import Control
+from shardfn._core.errors import ShardingError, called, listed
 from shardfn._core.limits import QUANTIZED_ELEMENTS
 from shardfn._core.moves import AllGather, AllReduce, ReduceScatter, moves_of
 from shardfn._core.option_values import WireDtype
@@ -100,6 +101,14 @@ def _quantized(
             continue
         smallest = step.path[0] if option == GATHER else _split_end(step, move.axis)
         found = find_blocks(step.part_shape, smallest, axes, asked.quantize_block)
+        if found is None and control.is_named(option, leaf):
+            raise ShardingError(
+                f"{option} names {listed(leaf)}, which cannot be quantized: no "
+                f"dimension of a shard can be cut into equal blocks of "
+                f"{asked.quantize_block}, or down to half of it.\n{called()}"
+                f"What moves has the shape {step.shape}. Pass a quantize_block that "
+                "divides a dimension of a shard of it, or do not name it."
+            )
         if found is None:
             text = UNDIVIDED.format(option=option, block=asked.quantize_block)
             return _noted(step, text)

@@ -4,11 +4,13 @@ bytes and scales of the plan, and the compiled program as it says.
 """
 
 import functools
+import warnings
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from compilers import aot
 from jax import lax
@@ -220,11 +222,76 @@ def test_small_leaves_stay_exact_unless_named() -> None:
         assert {c.path for c in found if c.dtype == "int8"} == {"a"}
 
 
-def test_a_block_that_divides_nothing_leaves_a_leaf_exact() -> None:
-    options = dict(gather_dtype=named("int8"), quantize_block=64)
-    plan = shard_fn(mlp(lambda w: w), cpu_mesh(4), SHAPES, (8, 16), **options).plan
-    assert {c.dtype for c in plan.collectives if c.path == "b"} == {"float32"}
-    assert "no dimension of a shard can be cut" in plan.explain("b")
+def test_a_block_that_divides_nothing() -> None:
+    """A leaf that a pattern takes stays exact; one that is named is refused."""
+    large = {"a": (512, 521), "b": (521, 8)}
+    plan = shard_fn(
+        mlp(lambda w: w),
+        cpu_mesh(4),
+        large,
+        (8, 512),
+        gather_dtype="int8",
+        quantize_block=400,
+    ).plan
+    assert {c.dtype for c in plan.collectives if c.path == "a"} == {"float32"}
+    assert "no dimension of a shard can be cut" in plan.explain("a")
+    with pytest.raises(shardfn.ShardingError) as caught:
+        _ = shard_fn(
+            mlp(lambda w: w),
+            cpu_mesh(4),
+            SHAPES,
+            (8, 16),
+            gather_dtype=named("int8"),
+            quantize_block=64,
+        ).plan
+    message = str(caught.value)
+    assert message.startswith(
+        "gather_dtype names 'a', which cannot be quantized: no dimension of a shard "
+        "can be cut into equal blocks of 64, or down to half of it.\n  step was called"
+    )
+    assert "What moves has the shape (16, 32)." in message
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize(
+    "optimizer, takes_signs", [("lion", True), ("sgd", False), ("clipped", False)]
+)
+def test_signs_of_quantized_gradients_are_warned_of(optimizer, takes_signs) -> None:
+    make = {
+        "lion": optax.lion(1e-3),
+        "sgd": optax.sgd(0.1),
+        "clipped": optax.chain(optax.clip(1.0), optax.adam(1e-3)),
+    }[optimizer]
+
+    def step(state, x):
+        params, moments = state
+        grads = jax.grad(lambda p: ((x @ p["a"]) ** 2).mean())(params)
+        updates, moments = make.update(grads, moments, params)
+        return optax.apply_updates(params, updates), moments
+
+    params = {"a": jnp.zeros((16, 32))}
+    state, x = (params, make.init(params)), jnp.zeros((8, 16))
+    options = dict(min_size=8, stationary=False, quantize_block=BLOCK)
+
+    def messages(reduce_dtype: Any) -> list[str]:
+        sharded = shardfn.fully_shard(
+            step, cpu_mesh(4), reduce_dtype=reduce_dtype, **options
+        )
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            sharded.plan(state, x)
+        return [
+            str(w.message) for w in caught if w.category is shardfn.InexactSignWarning
+        ]
+
+    assert not messages(None)
+    found = messages({"0/a": "int8"})
+    assert bool(found) == takes_signs
+    for message in found:
+        assert message.startswith(
+            "the update takes the sign of the gradient of '0/a', "
+        )
+        assert "Keep these sums exact, reduce_dtype={'0/a': None, '*': ...}" in message
 
 
 HYBRID = dict(axis=("replica", "data"), quantize_block=BLOCK)
