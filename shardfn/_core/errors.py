@@ -14,7 +14,7 @@ import jax
 from jax.extend.core import JaxprEqn, jaxprs_in_params
 
 from shardfn._core import compat
-from shardfn._core.limits import SHOWN_LEAVES
+from shardfn._core.limits import SHOWN_LEAVES, SHOWN_VALUE
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -150,7 +150,7 @@ def cannot_be(option: str, value: Any, advice: str) -> NoReturn:
 
 
 _short = reprlib.Repr()
-_short.maxstring = _short.maxother = 80
+_short.maxstring = _short.maxother = SHOWN_VALUE
 
 
 def call_site() -> str:

@@ -174,6 +174,10 @@ as a part, to be called the same."""
 PLAYED_ITERATIONS = 256
 """Iterations of a loop that are played; more take as long as the last of them."""
 
+PREALLOCATED_SHARE = 0.75
+"""The part of a GPU's memory that JAX takes by default; its documentation on GPU memory
+allocation names the variable that sets it."""
+
 # When a sharded step counts as equal to the plain one
 
 SMALLEST_NORM = 1e-6
@@ -205,6 +209,9 @@ SHOWN_LINES = 40
 
 SHOWN_STATIC = 80
 """Characters of static data, before and after a step has changed it."""
+
+SHOWN_VALUE = 80
+"""The same of a wrong value of an option."""
 
 SHOWN_ARRAY_BYTES = 64
 """Of a captured array that a listing shows."""

@@ -34,6 +34,7 @@ class Move:
       name: what the move is called.
       op: the collective in plans, in JAX's words; "" if nothing is sent.
       hlo_ops: the opcodes of that collective in compiled programs.
+      outcome: what becomes of the value, in words for people.
       joins: whether moves of several values can be one collective.
       sums: whether the collective reduces terms.
       trips: how often a ring over the devices sends the value.
@@ -48,6 +49,7 @@ class Move:
     name: ClassVar[str] = ""
     op: ClassVar[str] = ""
     hlo_ops: ClassVar[tuple[str, ...]] = ()
+    outcome: ClassVar[str] = ""
     joins: ClassVar[bool] = False
     sums: ClassVar[bool] = False
     trips: ClassVar[int] = 0

@@ -30,6 +30,7 @@ class AllGather(Move):
 
     name = op = "all_gather"
     hlo_ops = ("all-gather",)
+    outcome = "it is gathered"
     joins = packs = True
     trips = 1
 
@@ -43,6 +44,7 @@ class ReduceScatter(Move):
 
     name = op = "psum_scatter"
     hlo_ops = ("reduce-scatter",)
+    outcome = "its terms are reduce-scattered"
     joins = sums = True
     trips = 1
 
@@ -73,6 +75,7 @@ class AllReduce(Move):
 
     name = op = "all_reduce"
     hlo_ops = ("all-reduce",)
+    outcome = "its terms are all-reduced"
     joins = sums = True
     trips = 2
 
@@ -83,6 +86,7 @@ class GatherTerms(Move):
     name = "gather_terms"
     op = "all_gather"
     hlo_ops = AllGather.hlo_ops
+    outcome = "its terms are gathered"
     trips = 1
 
     def elements(self, shape: Sequence[int], axes: Axes) -> int:
@@ -94,6 +98,7 @@ class AllToAll(Move):
 
     name = op = "all_to_all"
     hlo_ops = ("all-to-all", "ragged-all-to-all")
+    outcome = "it is exchanged"
     joins = True
     trips = 1
 
@@ -117,6 +122,7 @@ class Regroup(Move):
     name = "regroup"
     op = "all_to_all"
     hlo_ops = AllToAll.hlo_ops
+    outcome = "it is exchanged"
     trips = 1
 
     @classmethod
@@ -141,6 +147,7 @@ class Permute(Move):
 
     name = op = "ppermute"
     hlo_ops = ("collective-permute",)
+    outcome = "it is passed on"
     trips = 1
 
     @classmethod

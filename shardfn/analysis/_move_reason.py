@@ -14,15 +14,6 @@ from shardfn._core.reasons import OPERAND, OUTPUT, Cause, Note
 from shardfn._core.sharding import Axes, Split, Unreduced
 from shardfn.analysis._text import size_text
 
-CONSEQUENCES = {
-    "all_gather": "so it is gathered",
-    "psum_scatter": "so its terms are reduce-scattered",
-    "all_reduce": "so its terms are all-reduced",
-    "all_to_all": "so it is exchanged",
-    "ppermute": "so it is passed on",
-}
-"""What follows for a value, by the collective that moves it."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Why:
@@ -43,6 +34,11 @@ class Why:
     @property
     def axis(self) -> str:
         return self.axes.names[self.move.axis]
+
+    @property
+    def so(self) -> str:
+        """What follows for the value."""
+        return f"so {self.move.outcome}"
 
     def places(self) -> Iterator[str]:
         """The user's lines that it is for."""
@@ -97,7 +93,7 @@ class Why:
     def returned(self) -> str:
         assert self.step.cause is not None and self.step.cause.side == OUTPUT
         what = f"the result {self.step.cause.index} is returned {self.goal}"
-        return f"propagate: {what}, {CONSEQUENCES[self.move.op]}"
+        return f"propagate: {what}, {self.so}"
 
     def without_rule(self, cause: Cause) -> str:
         """A control-flow node, or an op that has no rule."""
@@ -105,16 +101,16 @@ class Why:
         node, primitive = cause.node, cause.node.eqn.primitive.name
         if node.kind == "op":
             why = f"{primitive} has no op sharding rule and runs on whole operands"
-            return f"{why}, {CONSEQUENCES[self.move.op]}"
+            return f"{why}, {self.so}"
         if cause.side == OPERAND:
-            return f"the {node.kind} takes it {self.goal}, {CONSEQUENCES[self.move.op]}"
-        return f"the {node.kind} leaves it {self.start}, {CONSEQUENCES[self.move.op]}"
+            return f"the {node.kind} takes it {self.goal}, {self.so}"
+        return f"the {node.kind} leaves it {self.start}, {self.so}"
 
     def taken(self, cause: Cause) -> str:
         """An operand of an op with a rule."""
         assert cause.node is not None and cause.node.rule is not None
         rule, factor = cause.node.rule, dict(_by_axis(cause)).get(self.move.axis)
-        so = CONSEQUENCES[self.move.op]
+        so = self.so
         if factor is None:
             if isinstance(self.move.goal, Unreduced):
                 return f"the other operands are terms of a sum over {self.axis}, {so}"
@@ -128,7 +124,7 @@ class Why:
         """A result of an op with a rule."""
         factor, so = (
             dict(_by_axis(cause)).get(self.move.axis),
-            CONSEQUENCES[self.move.op],
+            self.so,
         )
         if not isinstance(self.move.state, Unreduced):
             return f"its consumers take it {self.goal}, {so}"

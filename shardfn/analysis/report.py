@@ -6,13 +6,10 @@ estimate: the schedule played at the rates of the vendors' data sheets.
 
 from dataclasses import dataclass
 
+from shardfn._core.limits import PREALLOCATED_SHARE
 from shardfn.analysis._figures import Figures
 from shardfn.analysis._html import page
 from shardfn.analysis._text import seconds_text, size_text
-
-PREALLOCATED = 0.75
-"""The part of a GPU's memory that JAX takes by default; its documentation on GPU memory
-allocation names the variable that sets it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +52,9 @@ def _memory(report: Report) -> list[str]:
             f"of {size_text(target.memory)}: {verdict}",
         ),
     ]
-    if target.platform == "cuda" and memory.peak > PREALLOCATED * target.memory:
+    if target.platform == "cuda" and memory.peak > PREALLOCATED_SHARE * target.memory:
         lines.append(
-            f"  JAX takes {PREALLOCATED:.0%} of a GPU's memory unless "
+            f"  JAX takes {PREALLOCATED_SHARE:.0%} of a GPU's memory unless "
             "XLA_PYTHON_CLIENT_MEM_FRACTION is set higher"
         )
     return lines

@@ -28,7 +28,6 @@ READ = {
 
 FIGURES = {
     "analysis._data_sheets": "data sheets of machines",
-    "analysis.report": "what JAX takes of a GPU's memory by default",
 }
 """Modules with named numbers that are no thresholds of this library's."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from shardfn._core.moves import MOVES, Permute, ReduceScatter
+from shardfn._core.moves import MOVES, AllToAll, Permute, ReduceScatter
 from shardfn.analysis._hlo.groups import Groups, device_groups
 from shardfn.analysis._hlo.parse import Instruction, Module, integers, leaves
 
@@ -131,7 +131,7 @@ def _results(instr: Instruction) -> list[tuple[str, int]]:
     if instr.opcode.endswith("-start") and instr.opcode != "all-reduce-start":
         found = found[count:]
     found = found[:count]
-    if instr.opcode == "all-to-all" and "dimensions=" not in instr.attributes:
+    if instr.opcode in AllToAll.hlo_ops and "dimensions=" not in instr.attributes:
         return [(found[0][0], sum(elements for _, elements in found))]
     return found
 
