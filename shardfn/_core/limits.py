@@ -54,6 +54,11 @@ STATIONARY_BYTES = 2**18
 """The bytes per device and step that have to be saved for the same: at 900 GB/s of an
 H100's links they take a third of a microsecond, less than one collective's latency."""
 
+STATIONARY_LIVE = 2**28
+"""Bytes of values that a device may have at once more than if all leaves are gathered,
+for leaves to stay: what meets them is gathered of the whole batch, and a backward pass
+has that of every layer. It is a hundredth of a small accelerator's memory."""
+
 STATIONARY_GROUPS = 8
 """Groups of alike leaves of which each is tried gathered while the others stay, the
 largest first: each trial plans the step once more."""

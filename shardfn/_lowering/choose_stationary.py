@@ -16,10 +16,12 @@ from shardfn._core.limits import (
     SHOWN_LEAVES,
     STATIONARY_BYTES,
     STATIONARY_GROUPS,
+    STATIONARY_LIVE,
     STATIONARY_PART,
     STATIONARY_SHARE,
 )
 from shardfn._core.sharding import Axes
+from shardfn._lowering.live_bytes import live_bytes
 from shardfn._lowering.sent_bytes import (
     Made,
     Use,
@@ -30,6 +32,8 @@ from shardfn._lowering.sent_bytes import (
     wire_bytes,
 )
 from shardfn.analysis._text import size_text
+
+UNABLE = "it is stored padded or flattened, and only even parts of a dimension stay"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,9 @@ class StationaryChoice:
         plan was made.
       others: the names of leaves that are updated with those, and that no plan gathers.
       is_bound: whether `staying` is a bound, and no plan has been made.
+      unable: the names of those that are asked to stay, and cannot.
+      more: bytes of values at once that this plan takes more than one that gathers, if
+        it takes too many.
     """
 
     stays: frozenset[str] = frozenset()
@@ -52,6 +59,8 @@ class StationaryChoice:
     staying: int = 0
     others: frozenset[str] = frozenset()
     is_bound: bool = False
+    more: int = 0
+    unable: frozenset[str] = frozenset()
 
     @property
     def all(self) -> frozenset[str]:
@@ -60,12 +69,16 @@ class StationaryChoice:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The plan's line about the leaves that stay."""
-        if not self.stays:
-            return ()
-        names = listed(sorted(self.stays), SHOWN_LEAVES)
-        sent = f": {self.sent}" if self.staying else ""
-        return (f"stationary, so that what meets them moves: {names}{sent}",)
+        """The plan's lines about the leaves that stay, or would but for memory."""
+        lines = []
+        if self.stays:
+            names = listed(sorted(self.stays), SHOWN_LEAVES)
+            sent = f": {self.sent}" if self.staying and not self.more else ""
+            lines.append(f"stationary, so that what meets them moves: {names}{sent}")
+        if self.more:
+            names = listed(sorted(self.gathers), SHOWN_LEAVES)
+            lines.append(f"not stationary, for memory: {names}: {self.too_much}")
+        return tuple(lines)
 
     @property
     def sent(self) -> str:
@@ -73,12 +86,27 @@ class StationaryChoice:
         least = "at least " * self.is_bound
         return f"{least}{staying} sent per step instead of {gathering}"
 
+    @property
+    def too_much(self) -> str:
+        most = f"{size_text(STATIONARY_LIVE)} (limits.STATIONARY_LIVE)"
+        return (
+            f"{self.sent}, but {size_text(self.more)} more of values at once on each "
+            f"device, more than {most}"
+        )
+
     def why(self, leaf: str) -> str:
         """What to say of a leaf; "" if it was not considered."""
         if leaf in self.stays:
-            return f"stationary: {self.sent if self.staying else 'asked for'}"
+            is_chosen = self.staying and not self.more
+            return f"stationary: {self.sent if is_chosen else 'asked for'}"
+        if leaf in self.unable:
+            return f"not stationary: {UNABLE}"
         if leaf not in self.gathers:
             return ""
+        if self.more:
+            return f"not stationary: {self.too_much}"
+        if self.stays and self.staying:
+            return "not stationary: if it stayed, too, no less would be sent"
         if self.staying >= self.gathering:
             return f"not stationary: {self.sent}"
         if self.gathering - self.staying < STATIONARY_BYTES:
@@ -137,7 +165,9 @@ def choose_stationary(
         return made, replace(
             none, gathers=considered, gathering=gathering, staying=least, is_bound=True
         )
+    live = live_bytes(*made, axes)
     stays, best, least = considered, made, gathering
+    refused = none
     trials = [(may_stay - still) | (met & considered), considered]
     trials += [considered - group for group in groups]
     for trial in dict.fromkeys(trials[: 2 + STATIONARY_GROUPS]):
@@ -145,12 +175,18 @@ def choose_stationary(
             continue
         tried = plan(trial | asked | updated(trial | asked))
         sent = wire_bytes(*tried, axes)
-        if sent < least:
+        if sent >= least:
+            continue
+        more = live_bytes(*tried, axes) - live
+        if more > STATIONARY_LIVE:
+            if not refused.more or sent < refused.staying:
+                refused = replace(none, gathers=considered, staying=sent, more=more)
+        else:
             stays, best, least = trial, tried, sent
     if gathering - least < worth:
-        return made, replace(
-            none, gathers=considered, gathering=gathering, staying=least
-        )
+        if not refused.more:
+            refused = replace(none, gathers=considered, staying=least)
+        return made, replace(refused, gathering=gathering)
     stays |= asked
     return best, StationaryChoice(
         stays, considered - stays, gathering, least, updated(stays)

@@ -5,7 +5,7 @@ its program and its scheduled plan.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardfn._core.automatic_axes import AutoSplit
@@ -101,6 +101,7 @@ def plan_jaxpr(
         made, choice = choose_stationary(
             made, planner.asked(True), planner.asked("auto"), axes, planner.plan
         )
+        choice = replace(choice, unable=planner.asked(True, able=False))
     if observe is not unobserved:
         made = planner.plan(choice.all, observe)
     return PlannedJaxpr(*made, choice)
@@ -119,12 +120,14 @@ class _Planner:
     control: Control
     meaning: Meaning | None
 
-    def asked(self, stationary: Stationary) -> frozenset[str]:
-        """The names of the leaves of which `stationary` is asked."""
+    def asked(self, stationary: Stationary, able: bool = True) -> frozenset[str]:
+        """The names of the stored leaves of which `stationary` is asked, of those that
+        are able to stay, or of the others."""
         return frozenset(
             name
             for value, sharding in zip(self.program.inputs, self.inputs, strict=True)
-            if can_stay(self.program.avals[value], sharding, self.axes)
+            if sharding != self.axes.replicated
+            and can_stay(self.program.avals[value], sharding, self.axes) == able
             for name in self.program.leaf(value)
             if self.control.of(name).stationary == stationary
         )

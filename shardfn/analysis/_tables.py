@@ -13,6 +13,9 @@ from shardfn.analysis._replicated import Work
 from shardfn.analysis._text import size_text
 from shardfn.analysis.collective import Collective
 
+GATHERED = "the gathered parameters in their compute dtype"
+NONE_GATHERED = "no parameter is gathered, so bytes are not counted in M"
+
 
 def table(
     collectives: Sequence[Collective],
@@ -40,7 +43,7 @@ def _totals(
         f"mesh {devices}",
         f"each device sends {size_text(total)} per step"
         + (f" = {total / m:.2f} M" if m else ""),
-        f"M = {size_text(m)}: the gathered parameters in their compute dtype",
+        f"M = {size_text(m)}: {GATHERED if m else NONE_GATHERED}",
     ]
     for phase in ("forward", "backward", "update"):
         part = sum(c.total_bytes for c in collectives if c.phase == phase)

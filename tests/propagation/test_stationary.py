@@ -339,6 +339,64 @@ def test_plans_say_what_stays() -> None:
     assert "; stationary: asked for" in plan.explain("up")
 
 
+def test_leaves_do_not_stay_at_the_cost_of_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The backward pass has the whole batch of each of sixteen layers; of weights only
+    those of one layer are gathered at once."""
+
+    def train_step(layers: Any, x: jax.Array) -> Any:
+        def loss_fn(layers: Any) -> jax.Array:
+            rows = x
+            for p in layers:
+                rows = jnp.tanh(mlp(p, rows))
+            return rows.sum()
+
+        loss, grads = jax.value_and_grad(loss_fn)(layers)
+        return jax.tree.map(lambda w, g: w - g, layers, grads), loss
+
+    struct = jax.ShapeDtypeStruct
+    layer = {"up": (128, 512), "bias": (512,), "down": (512, 128)}
+    layers = [{k: struct(s, jnp.float32) for k, s in layer.items()}] * 16
+    step = shardfn.fully_shard(
+        train_step, cpu_mesh(8), shard={"*up": {"data": 1}, "*down": {"data": 0}}
+    )
+    args = layers, struct((64, 128), jnp.float32)
+    assert "; stationary: " in step.plan(*args).explain("0/up")
+    monkeypatch.setattr("shardfn._lowering.choose_stationary.STATIONARY_LIVE", 0)
+    step = shardfn.fully_shard(
+        train_step, cpu_mesh(8), shard={"*up": {"data": 1}, "*down": {"data": 0}}
+    )
+    plan = step.plan(*args)
+    assert "; not stationary: " in (why := plan.explain("0/up"))
+    assert "more than 0 B (limits.STATIONARY_LIVE)" in why
+    assert any("not stationary, for memory: " in note for note in plan.notes)
+
+
+def test_leaves_that_are_padded_or_flattened_do_not_stay() -> None:
+    """Which `explain` says; others do, and are in no move."""
+    shapes = {"padded": (16, 1003), "flat": (7, 9, 5), "even": (16, 1024)}
+    p = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in shapes.items()}
+
+    def evaluate(p: Any, x: jax.Array) -> Any:
+        made = [jnp.tensordot(x[:, : w.shape[0]], w, 1) for w in p.values()]
+        return p, sum(jnp.tanh(y).sum() for y in made)
+
+    step = shardfn.fully_shard(
+        evaluate,
+        cpu_mesh(8),
+        min_size=2,
+        stationary=True,
+        shard={"padded": {"data": 1}, "even": {"data": 1}},
+    )
+    plan = step.plan(p, jax.ShapeDtypeStruct((8, 16), jnp.float32))
+    why = "; not stationary: it is stored padded or flattened, and only even parts"
+    assert [why in plan.explain(k) for k in shapes] == [True, True, False]
+    even = shardfn.fully_shard(evaluate, cpu_mesh(8), stationary=True)
+    plan = even.plan({"w": p["even"]}, jax.ShapeDtypeStruct((8, 16), jnp.float32))
+    assert "M = 0 B: no parameter is gathered, so bytes are not counted" in str(plan)
+
+
 @pytest.mark.parametrize(
     "dim, why",
     [

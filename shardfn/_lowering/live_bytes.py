@@ -1,0 +1,65 @@
+"""How much of a program's values each device has at once.
+
+In: a program and its plan. Out: bytes, by which two plans of one program are compared:
+what a compiler fuses or updates in place counts in both.
+"""
+
+import math
+from collections.abc import Iterator
+
+from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step, reads
+from shardfn._core.program import Program
+from shardfn._core.sharding import Axes, Sharding, local_shape
+from shardfn._core.sizes import itemsize
+
+
+def live_bytes(program: Program, body: BodyPlan, axes: Axes) -> int:
+    """The most bytes of what a program makes that are live at once on one device.
+
+    Args:
+      program: the program.
+      body: its plan.
+      axes: the mesh axes.
+
+    Returns:
+      The bytes; arguments of the program are not among them.
+    """
+    last: dict[Ref, int] = {}
+    for i, step in enumerate(body.steps):
+        last.update(dict.fromkeys(reads(step), i))
+    last.update((ref, len(body.steps)) for ref in body.outputs if ref is not None)
+    last.update((ref, len(body.steps)) for ref in body.exports)
+    ends: dict[int, int] = {}
+    live = most = 0
+    for i, step in enumerate(body.steps):
+        for ref, sharding in _made(program, step):
+            size = _local_bytes(program, ref, sharding, axes)
+            live += size
+            end = last.get(ref, i)
+            ends[end] = ends.get(end, 0) + size
+        most = max(most, live + _inside(program, step, axes))
+        live -= ends.pop(i, 0)
+    return most
+
+
+def _made(program: Program, step: Step) -> Iterator[tuple[Ref, Sharding]]:
+    """What a step makes, and how it is split."""
+    if isinstance(step, Reshard):
+        yield step.result, step.path[-1]
+        return
+    outputs = program.nodes[step.node].outputs
+    yield from zip(map(Ref, outputs), step.result_shardings, strict=True)
+
+
+def _inside(program: Program, step: Step, axes: Axes) -> int:
+    """What is live in the bodies of a step."""
+    if not isinstance(step, Apply):
+        return 0
+    bodies = zip(program.nodes[step.node].bodies, step.bodies, strict=True)
+    return max((live_bytes(p, body, axes) for p, body in bodies), default=0)
+
+
+def _local_bytes(program: Program, ref: Ref, sharding: Sharding, axes: Axes) -> int:
+    aval = program.avals[ref.value]
+    shape = getattr(aval, "shape", ())
+    return math.prod(local_shape(shape, sharding, axes)) * itemsize(aval)
