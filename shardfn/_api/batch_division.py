@@ -5,9 +5,12 @@ that may be a raw PRNG key or rows, what a trace of the step says.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from jax.sharding import PartitionSpec
 
 from shardfn._api.argument_leaves import (
     keys_in,
@@ -70,7 +73,7 @@ class BatchDivision:
             batch_shardings,
             batch,
             leaves,
-            self.batch_spec,
+            _of_batch(self.batch_spec, batch, meaning),
             axes,
             is_local,
             same or (),
@@ -109,3 +112,19 @@ class BatchDivision:
             without_row(x) if row else x for x, row in zip(states[0], rows, strict=True)
         ]
         return keys_in(self.call, batch, leaves, (own, states[1]), axes)
+
+
+def _of_batch(spec: Any, batch: tuple[Any, ...], meaning: StateArguments) -> Any:
+    """What of `batch_spec` is for the batch, if it is a tuple that counts arguments too
+    that were found to be read only, as the caller may not know: those are stored as the
+    state is."""
+    fixed = () if meaning.by_hand else meaning.read_only
+    counts = isinstance(spec, tuple | list) and not isinstance(spec, PartitionSpec)
+    if not fixed or not counts or len(spec) != len(batch) + len(fixed):
+        return spec
+    if len(batch) == 1 and isinstance(batch[0], tuple | list):
+        return spec  # the one argument's own
+    returned = {p for p in meaning.arguments if p not in fixed}
+    others = (p for p in itertools.count() if p not in returned)
+    kept = [x for p, x in zip(others, spec, strict=False) if p not in fixed]
+    return kept[0] if len(kept) == 1 else tuple(kept)

@@ -118,9 +118,10 @@ def fully_shard(
         that returns none, such as an evaluation, it is the first argument, or what
         arrives stored, and read only. Without a mesh, the first.
       batch_spec: pytree prefix of the other arguments (of the only other one, or a
-        tuple of several) with a `PartitionSpec` or None per leaf. None splits dimension
-        0; scalars and PRNG keys are replicated, raw ones where the step makes random
-        numbers from them as they are.
+        tuple of several; entries for arguments that are read only do not count) with a
+        `PartitionSpec` or None per leaf. None splits dimension 0; scalars and PRNG keys
+        are replicated, raw ones where the step makes random numbers from them as they
+        are.
       donate: give the state's buffers to the new state; the old one cannot be used
         again.
       verify: `"error"` or `"warn"`: when the step is first compiled, and for each new

@@ -477,3 +477,18 @@ def test_a_gradient_summed_over_microbatches_or_devices_is_no_new_state() -> Non
     for step in (over_devices, over_microbatches):
         with pytest.raises(shardfn.ShardingError, match="is a gradient"):
             meaning(step, P, X)
+
+
+@pytest.mark.parametrize("spec", [None, (None, jax.P()), (jax.P("data"), None)])
+def test_batch_spec_may_count_arguments_that_are_found_to_be_read_only(spec) -> None:
+    """A caller need not know that a teacher is stored as the state is."""
+
+    def distil(state, x, teacher):
+        return {"w": state["w"] - 0.5 * (state["w"] - teacher["w"])}, jnp.sum(x)
+
+    mesh = jax.make_mesh((8,), ("data",))
+    step = shardfn.fully_shard(distil, mesh, min_size=0, batch_spec=spec, donate=False)
+    state, x = {"w": jnp.arange(21.0).reshape(7, 3)}, jnp.ones((8, 3))
+    got, total = step(step.shard(state), x, step.shard(state))
+    assert "read only: argument 2 ('teacher')" in repr(step) and total == 24
+    np.testing.assert_array_equal(step.unshard(got)["w"], state["w"])
