@@ -90,6 +90,16 @@ def test_text_is_in_terms_of_the_field() -> None:
     assert found == []
 
 
+def test_a_class_is_called_like_no_other() -> None:
+    defined: dict[str, list[str]] = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                where = path.relative_to(ROOT).as_posix()
+                defined.setdefault(node.name, []).append(where)
+    assert {n: files for n, files in defined.items() if len(files) > 1} == {}
+
+
 def test_a_name_has_one_meaning() -> None:
     defined: dict[str, list[str]] = {name: [] for name in ONE_MEANING}
     for path in sorted(ROOT.rglob("*.py")):

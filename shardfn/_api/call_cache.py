@@ -49,7 +49,7 @@ def types_of(batch: Sequence[Any]) -> tuple[Any, ...] | None:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Kind:
+class StoredKind:
     """What a leaf of the state looks like where it is stored.
 
     Attributes:
@@ -63,7 +63,7 @@ class Kind:
     name: str
 
     @classmethod
-    def of(cls, leaf: Leaf, aval: jax.ShapeDtypeStruct) -> "Kind":
+    def of(cls, leaf: Leaf, aval: jax.ShapeDtypeStruct) -> "StoredKind":
         """That of a leaf which an array like `aval` stores: the same object for the
         same leaf, so that those of two calls compare at once."""
         return _kind(aval, leaf.aval.shape, leaf.name)
@@ -82,7 +82,7 @@ class Kind:
         )
 
 
-_kind = functools.lru_cache(maxsize=KINDS)(Kind)
+_kind = functools.lru_cache(maxsize=KINDS)(StoredKind)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,7 +143,7 @@ class Ready:
     """
 
     run: Any
-    kinds: list[Kind]
+    kinds: list[StoredKind]
     returned: int
     padded: tuple[int, ...]
     batch: tuple[tuple[NamedSharding, bool], ...]
@@ -165,7 +165,7 @@ class Ready:
             found[i] = x.array
         known = last_states.find(found, self.kinds)
         if known is None:
-            if not all(map(Kind.fits, self.kinds, found)):
+            if not all(map(StoredKind.fits, self.kinds, found)):
                 return None, None
             known = KnownArrays.of(found, self.kinds)
             last_states.add(known)

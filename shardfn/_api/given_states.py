@@ -20,7 +20,7 @@ Partition = Callable[[Sequence[Leaf], Axes], tuple[Sharding, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class StatePart:
     """A state, or a part of one: it is stored as in the whole of it.
 
     Attributes:
@@ -70,8 +70,8 @@ class GivenStates:
         None if it takes those that it has seen.
     """
 
-    by_hand: tuple[Given, ...] | None = None
-    _seen: dict[Any, list[Given]] = field(default_factory=dict)
+    by_hand: tuple[StatePart, ...] | None = None
+    _seen: dict[Any, list[StatePart]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return sum(map(len, self._seen.values()))
@@ -81,7 +81,7 @@ class GivenStates:
         made = [_given(state) for state in states]
         return GivenStates(tuple(made), _with_parts(made))
 
-    def see(self, state: Any) -> Given | None:
+    def see(self, state: Any) -> StatePart | None:
         """A whole state from now on; None if the step was given others by hand."""
         given = _given(state)
         if self.by_hand is not None:
@@ -126,20 +126,20 @@ class GivenStates:
         return list(dict.fromkeys(x.shapes for x in known))
 
 
-def _given(state: Any) -> Given:
+def _given(state: Any) -> StatePart:
     leaves, _ = leaves_of((state,), "state")
-    return Given(tuple(leaves), jax.tree.structure(state))
+    return StatePart(tuple(leaves), jax.tree.structure(state))
 
 
-def _with_parts(states: Sequence[Given]) -> dict[Any, list[Given]]:
+def _with_parts(states: Sequence[StatePart]) -> dict[Any, list[StatePart]]:
     """States by structure, and the containers right inside them, which may be passed
     as arguments of their own."""
-    out: dict[Any, list[Given]] = {}
+    out: dict[Any, list[StatePart]] = {}
     for state in states:
         parts, start = [state], 0
         for child in state.treedef.children():
             if child.num_leaves and not treedef_is_leaf(child):
-                parts.append(Given(state.whole, child, start))
+                parts.append(StatePart(state.whole, child, start))
             start += child.num_leaves
         for part in parts:
             known = out.setdefault(part.treedef, [])

@@ -22,7 +22,7 @@ import jax
 from jax import lax
 from jax.sharding import Mesh
 
-from shardfn._api.given_states import Given, GivenStates, Stored
+from shardfn._api.given_states import GivenStates, StatePart, Stored
 from shardfn._api.init_function import checked_init
 from shardfn._api.local_arguments import check_split, local_call, unknown_state
 from shardfn._api.methods import Known, Method, binds, bound_to
@@ -238,7 +238,7 @@ class LocalStep(Generic[P, R]):
         cannot_sum = compat.dtypes_without_sum(*compat.bound_platform())
         return Axes(self.names, sizes, cannot_sum=cannot_sum)
 
-    def _see(self, state: Any) -> Given:
+    def _see(self, state: Any) -> StatePart:
         """A whole state, whose shards are known from now on."""
         given = self._given.see(state)
         if given is None:

@@ -40,7 +40,7 @@ from shardfn._core.sharding import Axes, Sharding
 from shardfn._lowering.planned_program import Planned
 from shardfn._trace.containers import classes_closed, closed_inside
 from shardfn._trace.state_arguments import find_state
-from shardfn._trace.trace_step import Trace, trace, trace_once
+from shardfn._trace.trace_step import CallTrace, trace, trace_once
 from shardfn.storage._arrives_stored import arrives_stored
 from shardfn.storage._layout import layouts
 from shardfn.storage._leaves import leaves_of
@@ -75,7 +75,7 @@ class PlainStep:
     found: Recent[Any, StateArguments] = field(
         default_factory=lambda: Recent(BATCH_KINDS)
     )
-    traces: dict[Hashable, Trace] = field(default_factory=dict)
+    traces: dict[Hashable, CallTrace] = field(default_factory=dict)
     keys: Recent[Hashable, frozenset[int] | None] = field(
         default_factory=lambda: Recent(BATCH_KINDS)
     )
@@ -178,7 +178,7 @@ class PlainStep:
         treedef: Any,
         axes: Axes,
         mesh: jax.sharding.AbstractMesh | None,
-    ) -> tuple[tuple[Any, ...], Trace] | None:
+    ) -> tuple[tuple[Any, ...], CallTrace] | None:
         """Abstract arguments, and the trace of the step on them, which is kept until
         the step is planned; None where it cannot be traced. Classes that take no
         abstract values are closed in it, and it is not kept.

@@ -18,12 +18,12 @@ from shardfn._core.leaves import Leaf, leaf_name
 from shardfn._core.program import Program
 from shardfn._core.sharding import Axes, Sharding
 from shardfn._lowering.interpreter import emit
-from shardfn._lowering.plan_jaxpr import Meaning, plan_jaxpr
+from shardfn._lowering.plan_jaxpr import StepFacts, plan_jaxpr
 from shardfn._lowering.planned_program import Planned
 from shardfn._trace.leaf_names import name_leaves
 from shardfn._trace.passes import argument
 from shardfn._trace.tied_transposes import fold_transposes
-from shardfn._trace.trace_step import Traced
+from shardfn._trace.trace_step import TracedStep
 from shardfn.analysis._listing import make_plan
 from shardfn.analysis._program_hash import fingerprint_of
 from shardfn.analysis.plan import Plan
@@ -31,7 +31,7 @@ from shardfn.storage._layout import layouts
 
 
 def plan_traced(
-    traced: Traced,
+    traced: TracedStep,
     state: tuple[Leaf, ...],
     stored: tuple[Sharding, ...],
     batch: Sequence[Sharding],
@@ -91,7 +91,7 @@ def plan_traced(
         axes,
         small=min_size,
         control=control,
-        meaning=Meaning(
+        facts=StepFacts(
             arguments,
             arrange,
             [*autos, *[()] * len(batch)],

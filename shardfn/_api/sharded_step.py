@@ -12,7 +12,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 import jax
 
 from shardfn._api.call_arguments import by_position
-from shardfn._api.call_cache import Division, Kind, Ready, types_of
+from shardfn._api.call_cache import Division, Ready, StoredKind, types_of
 from shardfn._api.compiled_steps import Programs, caches_apart, given
 from shardfn._api.first_run import check_first_run
 from shardfn._api.known_arrays import last_states
@@ -237,7 +237,9 @@ class ShardedStep(ReportMethods, Generic[P, R]):
         whole = is_traced((states, batch))
         stored, leaves, treedef = storage.place(states, whole)
         placed = storage.place_batch(batch, batch_leaves, split)
-        kinds = [Kind.of(x, storage.stored_aval(x, s)) for x, s in storage.each(leaves)]
+        kinds = [
+            StoredKind.of(x, storage.stored_aval(x, s)) for x, s in storage.each(leaves)
+        ]
         returned = batch.meaning.returned(treedef)
         padded = (i for i, k in enumerate(kinds) if k.is_padded and not whole)
         ready = Ready(

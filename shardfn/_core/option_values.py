@@ -31,7 +31,7 @@ class NotAllowed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Values:
+class OptionValues:
     """The values that an option takes.
 
     Attributes:
@@ -64,7 +64,7 @@ class Values:
         )
 
 
-def one_of(literal: Any) -> Values:
+def one_of(literal: Any) -> OptionValues:
     """The values of a `Literal`, such as a new option may have in its row."""
     allowed = get_args(literal)
 
@@ -73,7 +73,7 @@ def one_of(literal: Any) -> Values:
             raise NotAllowed
         return value
 
-    return Values(", ".join(map(repr, allowed)), read)
+    return OptionValues(", ".join(map(repr, allowed)), read)
 
 
 def _reshard(value: Any) -> ReshardAfterForward:
@@ -148,8 +148,8 @@ def _positive(value: Any) -> int:
 
 
 STATIONARY = one_of(Literal[True, False, "auto"])
-RESHARD = Values("True, False, 'auto', a number of devices", _reshard)
-WIRE_DTYPE = Values(
+RESHARD = OptionValues("True, False, 'auto', a number of devices", _reshard)
+WIRE_DTYPE = OptionValues(
     "None, a floating-point dtype such as 'bfloat16', "
     f"{', '.join(map(repr, DTYPES))}, or a mapping from mesh axes to one of the last "
     f"{len(DTYPES)}",
@@ -158,15 +158,15 @@ WIRE_DTYPE = Values(
 )
 ROUNDING = one_of(Rounding)
 ACCUMULATE = one_of(Accumulate)
-COUNT = Values("an integer that is not negative", _count)
-POSITIVE = Values("an integer that is positive", _positive)
-AXES = Values(
+COUNT = OptionValues("an integer that is not negative", _count)
+POSITIVE = OptionValues("an integer that is positive", _positive)
+AXES = OptionValues(
     "a mesh axis, a tuple of mesh axes, a mapping from mesh axes to the dimensions "
     "that they split, False or None",
     _axes,
     show=shown_axes,
 )
-PATTERNS = Values(
+PATTERNS = OptionValues(
     "a tuple of path patterns: ('batch_stats/*',)", bool, are_patterns=True
 )
 
@@ -185,7 +185,7 @@ class Option:
     """
 
     default: Any
-    values: Values
+    values: OptionValues
     read_by: tuple[str, ...]
     doc: str
     name: str = ""

@@ -24,7 +24,7 @@ from shardfn._core.sharding import Axes, Sharding, axes_of
 from shardfn._lowering.collectives import run_move
 from shardfn._lowering.custom_derivatives import run_custom
 from shardfn._lowering.move_lowerings import varying
-from shardfn._lowering.prefetching_scan import Part, scan_ahead
+from shardfn._lowering.prefetching_scan import AheadPart, scan_ahead
 
 Arrays = Sequence[jax.Array]
 Emit = Callable[..., list[jax.Array]]
@@ -152,11 +152,11 @@ class ControlFlow:
             out = run(*consts, *carry, *x, *made)
             return tuple(out[:n_carry]), tuple(out[n_carry:])
 
-        def taken_ahead(ahead: Ahead) -> Part:
+        def taken_ahead(ahead: Ahead) -> AheadPart:
             used = {ref for s in ahead.part.steps for ref in reads(s)}
             slices = span(body.inputs, region.slices)
             scanned = (*map(Ref, slices), *ahead.part.imports)
-            return Part(
+            return AheadPart(
                 ahead.lead,
                 lambda slices: self.part(
                     ahead.part, [*consts, *[None] * n_carry, *slices]

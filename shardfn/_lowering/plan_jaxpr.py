@@ -26,7 +26,7 @@ from shardfn._trace.passes import Argument
 
 
 @dataclass(frozen=True, slots=True)
-class Meaning:
+class StepFacts:
     """What is known of a training step beyond its jaxpr.
 
     Attributes:
@@ -67,7 +67,7 @@ def plan_jaxpr(
     *,
     small: int = 2,
     control: Control = NOTHING_ASKED,
-    meaning: Meaning | None = None,
+    facts: StepFacts | None = None,
     observe: Observer = unobserved,
 ) -> PlannedJaxpr:
     """Plans a function of whole arrays, to be run on one device's blocks.
@@ -80,24 +80,24 @@ def plan_jaxpr(
       axes: the mesh axes.
       small: elements below which unreduced values are reduced as late as possible.
       control: what is asked of the moves of state leaves.
-      meaning: of a step, what its arguments and results are. Its results beyond those
+      facts: of a step, what its arguments and results are. Its results beyond those
         that are the state are then handed to the user, so none of them is padded.
       observe: is given the plan after propagation, and after each schedule pass.
 
     Returns:
       The program, its plan, and which leaves of the state stay where they are.
     """
-    if meaning is not None:
-        program = make_program(jaxpr, meaning.arguments, meaning.program)
-        program = meaning.arrange(program)
+    if facts is not None:
+        program = make_program(jaxpr, facts.arguments, facts.program)
+        program = facts.arrange(program)
     else:
         program = make_program(jaxpr)
     free = [None] * (len(program.outputs) - len(required))
     fixed = [*required, *free]
-    planner = _Planner(program, inputs, fixed, axes, small, control, meaning)
+    planner = _Planner(program, inputs, fixed, axes, small, control, facts)
     made = planner.plan(frozenset())
     choice = StationaryChoice()
-    if meaning is not None:
+    if facts is not None:
         made, choice = choose_stationary(
             made, planner.asked(True), planner.asked("auto"), axes, planner.plan
         )
@@ -118,7 +118,7 @@ class _Planner:
     axes: Axes
     small: int
     control: Control
-    meaning: Meaning | None
+    facts: StepFacts | None
 
     def asked(self, stationary: Stationary, able: bool = True) -> frozenset[str]:
         """The names of the stored leaves of which `stationary` is asked, of those that
@@ -140,15 +140,15 @@ class _Planner:
         inputs, required = self.marked(stays)
         body = propagate(program, inputs, required, axes, self.small, control)
         even = required
-        if self.meaning is not None:
+        if self.facts is not None:
             even = _without_padding(program, body, required, axes)
         wider = widen(program, body, control)
         if wider is not program or even != required:
             program = wider
             body = propagate(program, inputs, even, axes, self.small, control)
-        if self.meaning is not None:
+        if self.facts is not None:
             body = split_automatically(
-                program, body, self.meaning.auto_inputs, self.meaning.auto_outputs
+                program, body, self.facts.auto_inputs, self.facts.auto_outputs
             )
         observe("propagate", program, body)
         return program, schedule(program, body, control, axes, observe)

@@ -17,7 +17,7 @@ from shardfn._core.program import Program, aval_of
 from shardfn._core.sharding import Axes, Sharding
 from shardfn._lowering.choose_stationary import StationaryChoice
 from shardfn._lowering.interpreter import emit
-from shardfn._trace.trace_step import Traced
+from shardfn._trace.trace_step import TracedStep
 from shardfn.storage._padding import zero_padding
 
 
@@ -40,7 +40,7 @@ class Planned:
       stationary: which leaves of the state stay where they are, and why.
     """
 
-    traced: Traced
+    traced: TracedStep
     program: Program
     body: BodyPlan
     state: tuple[Leaf, ...]

@@ -18,7 +18,7 @@ Arrays = Sequence[Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class AheadPart:
     """What runs ahead: `make(slices)`, given those of `slices` that it reads.
 
     Attributes:
@@ -35,7 +35,7 @@ class Part:
 def scan_ahead(
     body: Callable[[Arrays, Arrays, Arrays], tuple[Arrays, Arrays]],
     *,
-    parts: Sequence[Part],
+    parts: Sequence[AheadPart],
     init: Arrays,
     xs: Sequence[jax.Array],
     length: int,
@@ -62,7 +62,7 @@ def scan_ahead(
       The last carries and the stacked results.
     """
 
-    def made(part: Part, iteration: Any, after: Arrays = ()) -> tuple[Any, ...]:
+    def made(part: AheadPart, iteration: Any, after: Arrays = ()) -> tuple[Any, ...]:
         at = jnp.minimum(iteration, length - 1)
         at = length - 1 - at if reverse else at
         slices = [

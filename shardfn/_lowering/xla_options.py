@@ -30,7 +30,7 @@ _GPUS = ("gpu", "cuda", "rocm")
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
+class CompilerOption:
     """One thing to tell a compiler.
 
     Attributes:
@@ -59,20 +59,22 @@ _FUSED_GATHERS = "xla_tpu_enable_async_collective_fusion_fuse_all_gather"
 
 def _on_sparse_cores(
     name: str, value: str = "true", *decided_by: str, most: int = 0
-) -> Option:
-    return Option("tpu", ((name, value),), decided_by, kinds=_SPARSE_CORES, most=most)
+) -> CompilerOption:
+    return CompilerOption(
+        "tpu", ((name, value),), decided_by, kinds=_SPARSE_CORES, most=most
+    )
 
 
 OPTIONS = (
     # On from Hopper on; without it an A100 runs one thing after the other.
-    Option(
+    CompilerOption(
         "gpu",
         (("xla_gpu_enable_latency_hiding_scheduler", True),),
         decided_by=("exec_time_optimization_effort", "optimization_level"),
     ),
     # Several transfers in flight instead of one: a layer's reduce-scatters do not wait
     # for the next layer's gathers to end, nor the gathers for one another.
-    Option(
+    CompilerOption(
         "gpu",
         (("xla_gpu_experimental_parallel_collective_overlap_limit", 4),),
         hosts=True,
@@ -166,7 +168,7 @@ def set_elsewhere() -> set[str]:
     return {*found, *compat.compiler_settings()}
 
 
-def _known(device: Any, options: Iterable[Option]) -> dict[str, Any]:
+def _known(device: Any, options: Iterable[CompilerOption]) -> dict[str, Any]:
     """The options in the spelling that the compiler knows, without those it does not
     know in any."""
     each = [list(option.spellings) for option in options]

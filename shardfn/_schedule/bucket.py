@@ -12,7 +12,7 @@ from shardfn._core.control import Control
 from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step, reads
 from shardfn._core.program import Program
 from shardfn._core.reasons import Note, noted
-from shardfn._schedule.bucket_kinds import Kind, bytes_of, has_stationary, kind_of
+from shardfn._schedule.bucket_kinds import BucketKind, bytes_of, has_stationary, kind_of
 
 
 def bucket(program: Program, body: BodyPlan, control: Control) -> BodyPlan:
@@ -60,7 +60,7 @@ class _Bucket:
       is_needed: whether they cannot take a later place.
     """
 
-    kind: Kind
+    kind: BucketKind
     members: list[int]
     bytes: int
     at: int
@@ -85,7 +85,7 @@ class _Buckets:
     made: dict[Ref, int] = field(default_factory=dict)
     makers: dict[Ref, int] = field(default_factory=dict)
     buckets: list[_Bucket] = field(default_factory=list)
-    open: dict[Kind, _Bucket] = field(default_factory=dict)
+    open: dict[BucketKind, _Bucket] = field(default_factory=dict)
 
     def add(self, step: Step) -> None:
         index = len(self.steps)
@@ -139,7 +139,7 @@ class _Buckets:
         rule = node.rule
         return rule is not None and rule.flat and not rule.reduce
 
-    def join(self, kind: Kind, step: Reshard, index: int) -> bool:
+    def join(self, kind: BucketKind, step: Reshard, index: int) -> bool:
         """Lets a move join the open bucket of its kind, if it may."""
         into = self.open.get(kind)
         if into is None or into.bytes + bytes_of(step) > kind.most:

@@ -1,6 +1,6 @@
 """Which moves may be one collective.
 
-In: a move. Out: its `Kind`: moves of equal kinds may join.
+In: a move. Out: its `BucketKind`: moves of equal kinds may join.
 """
 
 import math
@@ -22,7 +22,7 @@ SMALL = (
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class BucketKind:
     """What the moves of one bucket have in common.
 
     Attributes:
@@ -50,7 +50,9 @@ class Kind:
         return SMALL if self.is_small else ASKED
 
 
-def kind_of(step: Reshard, leaf: Names, control: Control, stays: bool) -> Kind | None:
+def kind_of(
+    step: Reshard, leaf: Names, control: Control, stays: bool
+) -> BucketKind | None:
     """The kind of a move; None if it goes alone.
 
     Args:
@@ -73,7 +75,7 @@ def kind_of(step: Reshard, leaf: Names, control: Control, stays: bool) -> Kind |
     if not sent or not joins or not sums or bytes_of(step) > most:
         return None
     exchanges = any(isinstance(move, AllGather | AllToAll) for move in moves)
-    return Kind(
+    return BucketKind(
         early=exchanges if small else step.gathers_state,
         is_small=small,
         moves=tuple(move.name for move in moves),

@@ -40,7 +40,7 @@ def _scatters(step: Step, program: Program) -> TypeGuard[Reshard]:
     return splits and sums_gradient(program, step)
 
 
-def pace(program: Program, body: BodyPlan) -> BodyPlan:
+def chain_reduce_scatters(program: Program, body: BodyPlan) -> BodyPlan:
     """Chains the reduce-scatters of the backward pass in every body that holds it.
 
     Args:
@@ -52,7 +52,7 @@ def pace(program: Program, body: BodyPlan) -> BodyPlan:
     """
     if not mixes_passes(program):
         return body
-    return _Chain(program, inside(program, body, pace)).linked()
+    return _Chain(program, inside(program, body, chain_reduce_scatters)).linked()
 
 
 @dataclass(slots=True)

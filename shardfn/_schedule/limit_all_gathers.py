@@ -19,7 +19,7 @@ from shardfn._core.sharding import Sharding, Split
 from shardfn._schedule.bodies import inside
 
 
-def order(program: Program, body: BodyPlan, control: Control) -> BodyPlan:
+def limit_all_gathers(program: Program, body: BodyPlan, control: Control) -> BodyPlan:
     """Ties the gathers of unrolled layers to the layers before them.
 
     Args:
@@ -34,7 +34,9 @@ def order(program: Program, body: BodyPlan, control: Control) -> BodyPlan:
         return body
 
     def within(program: Program, body: BodyPlan) -> BodyPlan:
-        return order(program, body, control) if mixes_passes(program) else body
+        return (
+            limit_all_gathers(program, body, control) if mixes_passes(program) else body
+        )
 
     return _Order(program, inside(program, body, within), control).ordered()
 

@@ -16,13 +16,13 @@ from shardfn._core.stages import Observer, unobserved
 from shardfn._schedule.backward_liveness import shorten_lifetimes
 from shardfn._schedule.bodies import inside
 from shardfn._schedule.bucket import bucket
-from shardfn._schedule.chain_reduce_scatters import pace
+from shardfn._schedule.chain_reduce_scatters import chain_reduce_scatters
 from shardfn._schedule.keep_gathered import keep_gathered
-from shardfn._schedule.limit_all_gathers import order
+from shardfn._schedule.limit_all_gathers import limit_all_gathers
 from shardfn._schedule.loop_invariants import hoist
 from shardfn._schedule.prefetch import prefetch
 from shardfn._schedule.quantize_moves import quantize
-from shardfn._schedule.share_gathers import share
+from shardfn._schedule.share_gathers import share_gathers
 from shardfn._schedule.wire_dtypes import choose_dtypes
 
 
@@ -92,7 +92,7 @@ def _gathers(
     body = replace(body, steps=tuple(steps))
     if mixes_passes(program):
         body = keep_gathered(program, body, control)
-    return share(program, body, control, unit)
+    return share_gathers(program, body, control, unit)
 
 
 PASSES = (
@@ -101,8 +101,13 @@ PASSES = (
     SchedulePass("share_gathers", lambda p, b, control, axes: _gathers(p, b, control)),
     SchedulePass("prefetch", lambda p, b, control, axes: prefetch(p, b, control)),
     SchedulePass("bucket", lambda p, b, control, axes: bucket(p, b, control)),
-    SchedulePass("chain_reduce_scatters", lambda p, b, control, axes: pace(p, b)),
-    SchedulePass("limit_all_gathers", lambda p, b, control, axes: order(p, b, control)),
+    SchedulePass(
+        "chain_reduce_scatters", lambda p, b, control, axes: chain_reduce_scatters(p, b)
+    ),
+    SchedulePass(
+        "limit_all_gathers",
+        lambda p, b, control, axes: limit_all_gathers(p, b, control),
+    ),
     SchedulePass(
         "backward_liveness", lambda p, b, control, axes: shorten_lifetimes(p, b, axes)
     ),

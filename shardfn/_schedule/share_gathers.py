@@ -18,7 +18,9 @@ from shardfn._core.reasons import Note, noted
 from shardfn._core.sharding import Sharding, Split
 
 
-def share(program: Program, body: BodyPlan, control: Control, unit: bool) -> BodyPlan:
+def share_gathers(
+    program: Program, body: BodyPlan, control: Control, unit: bool
+) -> BodyPlan:
     """Merges equal moves of one body.
 
     Args:

@@ -17,7 +17,7 @@ from shardfn._core.neutral import neutral
 from shardfn._core.op_sharding_rule import OpShardingRule
 from shardfn._core.rule_registry import LocalOp, run_local
 from shardfn._core.shift import shift
-from shardfn._trace.row_shifts import Piece, Pieces, shaped
+from shardfn._trace.row_shifts import Pieces, RowPiece, shaped
 
 
 class DependsOnPlace(Exception):
@@ -104,7 +104,7 @@ class Site:
 
 
 def site_of(
-    eqn: JaxprEqn, rule: OpShardingRule, windows: dict[int, Piece], pieces: Pieces
+    eqn: JaxprEqn, rule: OpShardingRule, windows: dict[int, RowPiece], pieces: Pieces
 ) -> Site | None:
     """Where the rows of the pieces are in `eqn`; None if they are in different places,
     or it needs more of them than one at a time."""
@@ -125,7 +125,7 @@ def site_of(
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class RowOperand:
     """An operand of an equation on all rows.
 
     Attributes:

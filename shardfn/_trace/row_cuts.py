@@ -17,7 +17,7 @@ from jax.extend.core import JaxprEqn
 from shardfn._core import compat
 from shardfn._core.op_sharding_rule import OpShardingRule
 from shardfn._core.program import Atom
-from shardfn._trace.row_shifts import Piece, Pieces, cuts, join, shaped, slice_rows
+from shardfn._trace.row_shifts import Pieces, RowPiece, cuts, join, shaped, slice_rows
 
 Rewritten = tuple[Any, tuple[Atom, ...]]
 Cut = tuple[int, int, int]
@@ -35,7 +35,7 @@ class RowCuts:
     """
 
     pieces: Pieces
-    joins: dict[int, list[Piece]] = field(default_factory=dict)
+    joins: dict[int, list[RowPiece]] = field(default_factory=dict)
     sums: dict[int, tuple[JaxprEqn, tuple[Atom, ...]]] = field(default_factory=dict)
 
     def equation(
@@ -79,7 +79,7 @@ class RowCuts:
             return None
         return self.of_piece(eqn, self.pieces.of(atom, *cut))
 
-    def of_piece(self, eqn: JaxprEqn, piece: Piece) -> Rewritten:
+    def of_piece(self, eqn: JaxprEqn, piece: RowPiece) -> Rewritten:
         """A slice of a whole value, or zeros."""
         aval = shaped(eqn.outvars[0])
         if piece.source is None:
@@ -93,7 +93,7 @@ class RowCuts:
         return _traced(eqn, run, [whole]), (piece.source,)
 
     def of_pieces(
-        self, eqn: JaxprEqn, pieces: Sequence[Piece], cut: Cut
+        self, eqn: JaxprEqn, pieces: Sequence[RowPiece], cut: Cut
     ) -> Rewritten | None:
         """A slice of pieces that are joined: those of them that lie inside."""
         dim, start, size = cut
@@ -104,7 +104,7 @@ class RowCuts:
             low, high = max(start, at), min(start + size, at + piece.size)
             if low < high:
                 first = piece.start + low - at
-                inside.append(Piece(piece.source, dim, first, high - low))
+                inside.append(RowPiece(piece.source, dim, first, high - low))
             at += piece.size
         if len(inside) == 1:
             return self.of_piece(eqn, inside[0])

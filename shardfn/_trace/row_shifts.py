@@ -20,7 +20,7 @@ from shardfn._core.shift import shift
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class RowPiece:
     """Rows `start` to `start + size` along `dim` of the value `source`; of None they
     are zeros."""
 
@@ -34,7 +34,7 @@ class Piece:
 class Pieces:
     """What is known of the values of one program: those that are pieces of another."""
 
-    known: dict[int, Piece] = field(default_factory=dict)
+    known: dict[int, RowPiece] = field(default_factory=dict)
 
     def equation(
         self, eqn: JaxprEqn, operands: Sequence[Atom], results: Sequence[int]
@@ -45,12 +45,12 @@ class Pieces:
         for result, cut in zip(results, cuts(eqn), strict=False):
             self.known[result] = self.of(operands[0], *cut)
 
-    def of(self, source: int, dim: int, start: int, size: int) -> Piece:
+    def of(self, source: int, dim: int, start: int, size: int) -> RowPiece:
         """A piece of `source`, which may be a piece along `dim` itself."""
         piece = self.known.get(source)
         if piece is None or piece.dim != dim:
-            return Piece(source, dim, start, size)
-        return Piece(piece.source, dim, piece.start + start, size)
+            return RowPiece(source, dim, start, size)
+        return RowPiece(piece.source, dim, piece.start + start, size)
 
     def shifted(
         self, eqn: JaxprEqn, operands: Sequence[Atom], zeros: Sequence[bool]
@@ -62,7 +62,7 @@ class Pieces:
 
     def joined(
         self, eqn: JaxprEqn, operands: Sequence[Atom], zeros: Sequence[bool]
-    ) -> list[Piece] | None:
+    ) -> list[RowPiece] | None:
         """The pieces that a concatenation or padding joins along one dimension, if it
         does nothing else."""
         if eqn.primitive.name == "concatenate":
@@ -88,28 +88,30 @@ class Pieces:
 
     def pushed(
         self, eqn: JaxprEqn, atom: Atom, dim: int, low: int, high: int
-    ) -> list[Piece] | None:
+    ) -> list[RowPiece] | None:
         """The pieces of a padding that cuts off as many rows as it adds."""
         if low + high != 0 or not isinstance(atom, int) or atom in self.known:
             return None
         size, rows = shaped(eqn.outvars[0]).shape[dim], abs(low)
         if rows >= size:
             return None
-        zeros = Piece(None, dim, 0, rows)
-        kept = Piece(atom, dim, max(-low, 0), size - rows)
+        zeros = RowPiece(None, dim, 0, rows)
+        kept = RowPiece(atom, dim, max(-low, 0), size - rows)
         return [zeros, kept] if low > 0 else [kept, zeros]
 
-    def part(self, atom: Atom | None, dim: int, size: int, zero: bool) -> Piece | None:
+    def part(
+        self, atom: Atom | None, dim: int, size: int, zero: bool
+    ) -> RowPiece | None:
         if zero:
-            return Piece(None, dim, 0, size)
+            return RowPiece(None, dim, 0, size)
         if not isinstance(atom, int):
             return None
         piece = self.known.get(atom)
         if piece is None or piece.dim != dim:
-            piece = Piece(atom, dim, 0, size)  # all of it
+            piece = RowPiece(atom, dim, 0, size)  # all of it
         return piece
 
-    def fit(self, pieces: Sequence[Piece], eqn: JaxprEqn, more: int = 0) -> bool:
+    def fit(self, pieces: Sequence[RowPiece], eqn: JaxprEqn, more: int = 0) -> bool:
         """Whether every source has the shape and dtype of the result, or `more`
         rows."""
         result = shaped(eqn.outvars[0])
@@ -122,7 +124,7 @@ class Pieces:
 
     avals: dict[int, Any] = field(default_factory=dict)
 
-    def like(self, piece: Piece) -> jax.ShapeDtypeStruct:
+    def like(self, piece: RowPiece) -> jax.ShapeDtypeStruct:
         """The shape and dtype of what a piece is cut out of."""
         assert piece.source is not None
         return jax.ShapeDtypeStruct(*self.avals[piece.source])
@@ -133,7 +135,7 @@ class Pieces:
 
 
 def join(
-    pieces: Sequence[Piece], eqn: JaxprEqn, more: int = 0, before: int = 0
+    pieces: Sequence[RowPiece], eqn: JaxprEqn, more: int = 0, before: int = 0
 ) -> tuple[Any, tuple[int, ...]]:
     """A jaxpr that makes the result of `eqn`, these pieces one after the other, by
     shifts of what they are cut out of, and its operands. That may have `more` rows,
@@ -143,7 +145,7 @@ def join(
     size, shape = aval.shape[dim], list(aval.shape)
     shape[dim] += more
     whole = jax.ShapeDtypeStruct(tuple(shape), aval.dtype)
-    first, last = (Piece(None, dim, 0, n) for n in (before, more - before))
+    first, last = (RowPiece(None, dim, 0, n) for n in (before, more - before))
     filled = [p for p in (first, *pieces, last) if p.size]
 
     def run(*values: Any) -> Any:
@@ -156,7 +158,7 @@ def join(
 
 
 def _join(
-    pieces: Sequence[Piece], of: dict[int, jax.Array], aval: Any, dim: int
+    pieces: Sequence[RowPiece], of: dict[int, jax.Array], aval: Any, dim: int
 ) -> jax.Array:
     """The pieces, one after the other: a shift for each, put in place by a select."""
     rows = lax.broadcasted_iota(jnp.int32, aval.shape, dim)

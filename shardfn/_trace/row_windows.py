@@ -18,9 +18,9 @@ from shardfn._core import compat
 from shardfn._core.op_sharding_rule import OpShardingRule
 from shardfn._core.program import Atom
 from shardfn._trace.dim_marks import FIXED, ROWS, Marks
-from shardfn._trace.op_on_all_rows import DependsOnPlace, Given, Site, site_of
+from shardfn._trace.op_on_all_rows import DependsOnPlace, RowOperand, Site, site_of
 from shardfn._trace.row_cuts import RowCuts, apart
-from shardfn._trace.row_shifts import Piece, Pieces, cuts, join, shaped
+from shardfn._trace.row_shifts import Pieces, RowPiece, cuts, join, shaped
 
 Rewritten = tuple[Any, tuple[Atom, ...]]
 
@@ -88,7 +88,7 @@ class Windows:
         """Notes an array that the traced function captured."""
         self.marks[value] = (FIXED,) * len(getattr(array, "shape", ()))
 
-    def window(self, atom: Atom) -> Piece | None:
+    def window(self, atom: Atom) -> RowPiece | None:
         """The piece of rows that a value is, if it is most of them."""
         piece = self.pieces.known.get(atom) if isinstance(atom, int) else None
         if piece is None or piece.source is None or self.cuts.is_joined(piece.source):
@@ -144,7 +144,7 @@ class Windows:
             return None
 
     def joined(
-        self, eqn: JaxprEqn, pieces: Sequence[Piece], window: Piece, *_: Piece
+        self, eqn: JaxprEqn, pieces: Sequence[RowPiece], window: RowPiece, *_: RowPiece
     ) -> Rewritten | None:
         """Pieces that make fewer rows than there are, together."""
         dim = window.dim
@@ -158,18 +158,18 @@ class Windows:
             before += piece.size
         return None
 
-    def given(self, site: Site, operands: Sequence[Atom]) -> list[Given] | None:
+    def given(self, site: Site, operands: Sequence[Atom]) -> list[RowOperand] | None:
         """How each operand comes to have all rows; None if one has other rows."""
-        out: list[Given] = []
+        out: list[RowOperand] = []
         for i, (atom, var) in enumerate(zip(operands, site.eqn.invars, strict=True)):
             dim, window = site.operand_dims[i], self.window(atom)
             if dim is None:
-                out.append(Given((atom,), (compat.abstract(var.aval),)))
+                out.append(RowOperand((atom,), (compat.abstract(var.aval),)))
             elif window is not None and window.dim == dim:
                 if self.pieces.like(window).shape[dim] != site.rows:
                     return None
                 aval = self.pieces.like(window)
-                out.append(Given((window.source,), (aval,), i, start=window.start))
+                out.append(RowOperand((window.source,), (aval,), i, start=window.start))
             elif isinstance(atom, int) and self.marks[atom][dim] == ROWS:
                 return None
             elif not isinstance(shaped(var).dtype, np.dtype):
@@ -178,15 +178,15 @@ class Windows:
                 out.append(self.spread_over(site, i, atom))
         return out
 
-    def spread_over(self, site: Site, i: int, atom: Atom) -> Given:
+    def spread_over(self, site: Site, i: int, atom: Atom) -> RowOperand:
         """An operand that is no piece of the batch: a broadcast is made larger."""
         found = self.spread.get(atom) if isinstance(atom, int) else None
         dim, aval = site.operand_dims[i], site.eqn.invars[i].aval
         if found is None or dim in _kept_dims(found[0]):
-            return Given((atom,), (compat.abstract(aval),), i)
+            return RowOperand((atom,), (compat.abstract(aval),), i)
         eqn, operands = found
         avals = tuple(compat.abstract(v.aval) for v in eqn.invars)
-        return Given(operands, avals, i, broadcast=eqn)
+        return RowOperand(operands, avals, i, broadcast=eqn)
 
 
 def _kept_dims(eqn: JaxprEqn) -> set[int]:

@@ -41,7 +41,7 @@ from shardfn._trace.typed_trace import typed_jaxpr, typed_once
 
 
 @dataclass(frozen=True, slots=True)
-class Traced:
+class TracedStep:
     """A traced step.
 
     Attributes:
@@ -75,7 +75,7 @@ class Traced:
 
 
 @dataclass(slots=True)
-class Trace:
+class CallTrace:
     """A trace of the step's arguments in their own order.
 
     Attributes:
@@ -105,7 +105,7 @@ def trace_once(
     args: Any,
     axes: Axes,
     mesh: jax.sharding.AbstractMesh | None = None,
-) -> Trace | None:
+) -> CallTrace | None:
     """The trace of `step` on `args`, or None if it fails; `mesh` is the caller's. Of a
     step per device only what it returns is as it will be: it is traced on the global
     batch. One that names shardings is traced as if some arguments were a batch."""
@@ -122,13 +122,13 @@ def trace_once(
                 typed = typed or compat.mesh_lacking(error, is_set, mesh)
                 raise
             whole = on_whole_arrays(compat.without_refs(made), axes)
-            return Trace(whole, out, is_global)
+            return CallTrace(whole, out, is_global)
     if typed is not None:
         with compat.at_top_level():
             for made, out in typed_once(step, args, axes, typed):
                 with contextlib.suppress(Exception):
                     whole = on_whole_arrays(compat.without_refs(made), axes)
-                    return Trace(whole, out, is_final=False)
+                    return CallTrace(whole, out, is_final=False)
     return None
 
 
@@ -142,8 +142,8 @@ def trace(
     mesh: jax.sharding.AbstractMesh | None,
     names_axes: Callable[[], bool],
     own: Sequence[bool] = (),
-    known: Trace | None = None,
-) -> Traced:
+    known: CallTrace | None = None,
+) -> TracedStep:
     """Traces `step` and checks that it returns a state like the one it takes.
 
     Args:
@@ -193,7 +193,7 @@ def trace(
                     if typed is None:
                         raise
                     made, out = typed_jaxpr(run, *closed, split, axes, typed)
-                known = Trace(on_whole_arrays(compat.without_refs(made), axes), out)
+                known = CallTrace(on_whole_arrays(compat.without_refs(made), axes), out)
                 out_tree = structures[-1]
         except jax.errors.UnexpectedTracerError as error:
             raise leaked_tracer() from error
@@ -215,7 +215,7 @@ def trace(
     rest = sorted({*range(out_tree.num_leaves)} - {*new})
     order = (*new, *[None] * (len(leaves) - len(new)), *rest)
     caches = _cache_leaves(states, batch, out_tree, order)
-    return Traced(
+    return TracedStep(
         known.jaxpr, out_tree, tuple(given), order, batch.meaning, caches, known.made
     )
 
@@ -235,7 +235,7 @@ def _states_inside(states: tuple[Any, ...], leaves: Sequence[Leaf]) -> tuple[Any
 def _cache_leaves(
     states: Sequence[Any], batch: Rest, out_tree: Any, order: Sequence[int | None]
 ) -> tuple[tuple[int, int], ...]:
-    """`Traced.caches`."""
+    """`TracedStep.caches`."""
     if not batch.meaning.caches:
         return ()
     leaves, treedef = jax.tree.flatten((states, batch))

@@ -22,7 +22,7 @@ _REDUCED = ("reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class ValuePart:
     """An array of some of the elements of a value, in the value's order.
 
     Attributes:
@@ -35,14 +35,14 @@ class Part:
     aval: Any
     source: Atom | None = None
     eqn: JaxprEqn | None = None
-    operands: "tuple[Part, ...]" = ()
+    operands: "tuple[ValuePart, ...]" = ()
 
 
 @dataclass(slots=True)
 class Unordered:
     """The values of one program that are other arrays, reshaped and joined."""
 
-    known: dict[int, tuple[Part, ...]] = field(default_factory=dict)
+    known: dict[int, tuple[ValuePart, ...]] = field(default_factory=dict)
 
     def equation(
         self,
@@ -63,13 +63,13 @@ class Unordered:
         if parts:
             self.known[result] = parts
 
-    def parts(self, atom: Atom, aval: Any) -> tuple[Part, ...]:
+    def parts(self, atom: Atom, aval: Any) -> tuple[ValuePart, ...]:
         found = self.known.get(atom) if isinstance(atom, int) else None
-        return found or (Part(aval, atom),)
+        return found or (ValuePart(aval, atom),)
 
     def computed(
         self, eqn: JaxprEqn, operands: Sequence[Atom]
-    ) -> tuple[Part, ...] | None:
+    ) -> tuple[ValuePart, ...] | None:
         """The parts of what an elementwise equation makes of equal parts."""
         arrays = [
             self.known.get(atom) if isinstance(atom, int) else None
@@ -85,12 +85,12 @@ class Unordered:
         for k, first in enumerate(cuts[0]):
             each = iter(cuts)
             given = tuple(
-                next(each)[k] if _ndim(var) else Part(var.aval, atom)
+                next(each)[k] if _ndim(var) else ValuePart(var.aval, atom)
                 for atom, var in zip(operands, eqn.invars, strict=True)
             )
             dtype = _dtype(eqn.outvars[0])
             aval = jax.ShapeDtypeStruct(first.aval.shape, dtype)
-            made.append(Part(aval, eqn=eqn, operands=given))
+            made.append(ValuePart(aval, eqn=eqn, operands=given))
         return tuple(made)
 
     def ordered_no_more(
@@ -105,7 +105,7 @@ class Unordered:
         run = _whole(eqn, cuts)
         if run is None:
             return None
-        leaves: dict[Any, Part] = {}
+        leaves: dict[Any, ValuePart] = {}
         for part in (p for cut in cuts for p in cut):
             _find_leaves(part, leaves)
 
@@ -121,7 +121,7 @@ class Unordered:
 
 
 def _whole(
-    eqn: JaxprEqn, cuts: Sequence[tuple[Part, ...]]
+    eqn: JaxprEqn, cuts: Sequence[tuple[ValuePart, ...]]
 ) -> Callable[[list[list[jax.Array]]], jax.Array] | None:
     """What `eqn` does, as a function of the parts of its operands, if it may."""
     name, params, (first, *others) = eqn.primitive.name, eqn.params, cuts
@@ -166,7 +166,7 @@ def _is_inner(eqn: JaxprEqn) -> bool:
     )
 
 
-def _value(part: Part, env: dict[Any, jax.Array]) -> jax.Array:
+def _value(part: ValuePart, env: dict[Any, jax.Array]) -> jax.Array:
     """A part, computed once, after what it is computed from."""
     pending = [part]
     while pending:
@@ -185,7 +185,7 @@ def _value(part: Part, env: dict[Any, jax.Array]) -> jax.Array:
     return env[_key(part)]
 
 
-def _find_leaves(part: Part, leaves: dict[Any, Part]) -> None:
+def _find_leaves(part: ValuePart, leaves: dict[Any, ValuePart]) -> None:
     """Collects the values of the program that a part is computed from."""
     pending, seen = [part], set()
     while pending:
@@ -198,7 +198,7 @@ def _find_leaves(part: Part, leaves: dict[Any, Part]) -> None:
         pending += part.operands
 
 
-def _key(part: Part) -> Any:
+def _key(part: ValuePart) -> Any:
     return (
         id(part)
         if part.source is None or isinstance(part.source, Literal)
@@ -230,7 +230,7 @@ def _is_elementwise(eqn: JaxprEqn, rule: OpShardingRule) -> bool:
     return same and (rule.flat or scales) and not spelled
 
 
-def _shapes(parts: Sequence[Part]) -> list[tuple[int, ...]]:
+def _shapes(parts: Sequence[ValuePart]) -> list[tuple[int, ...]]:
     return [p.aval.shape for p in parts]
 
 

@@ -24,7 +24,7 @@ Index = tuple[slice, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ShardPiece:
     """Values that are a box of the leaf and contiguous in a shard.
 
     Attributes:
@@ -42,7 +42,7 @@ class Piece:
 
 def pieces(
     shape: Sequence[int], stored: Sequence[int], index: Sequence[slice]
-) -> list[Piece]:
+) -> list[ShardPiece]:
     """The boxes of a leaf that one shard holds, padding left out.
 
     Args:
@@ -58,13 +58,13 @@ def pieces(
     if len(stored) == len(shape):
         found = [_clipped(i, size) for i, size in zip(index, shape, strict=True)]
         box = tuple(slice(i, i + n) for i, n in found)
-        whole = Piece(box, tuple(slice(0, n) for _, n in found))
+        whole = ShardPiece(box, tuple(slice(0, n) for _, n in found))
         return [whole] if 0 not in whole.shape else []
     tail = tuple(shape[start:])
     first, count = _clipped(index[start], math.prod(tail))
     lead = [_clipped(i, n) for i, n in zip(index[:start], shape[:start], strict=True)]
     return [
-        Piece(
+        ShardPiece(
             (*(slice(i, i + n) for i, n in lead), *box),
             (*(slice(0, n) for _, n in lead), slice(a - first, b - first)),
         )

@@ -31,7 +31,7 @@ from shardfn.storage._boxes import (
 from shardfn.storage._key_words import from_words, words_of
 from shardfn.storage._placement import HasStorage, stored_avals
 from shardfn.storage._slabs import in_slabs
-from shardfn.storage._tensor_axes import Part, parts
+from shardfn.storage._tensor_axes import TensorPart, parts
 from shardfn.storage._tensor_files import LoadError, boxes, read_box, tensors_in
 from shardfn.storage._tensor_names import Names, Source, Wiring, wiring
 
@@ -216,7 +216,7 @@ def _fill(source: Source, places: Sequence[tuple[Index, np.ndarray]]) -> None:
                         into[...] = values[within(common, box)]
 
 
-def _parts_in(source: Source, box: Index, into: np.ndarray) -> Iterator[Part]:
+def _parts_in(source: Source, box: Index, into: np.ndarray) -> Iterator[TensorPart]:
     """The parts of a tensor in one box of its leaf."""
     depth = len(source.at)
     lead = list(zip(source.at, box[:depth], strict=True))
@@ -225,7 +225,7 @@ def _parts_in(source: Source, box: Index, into: np.ndarray) -> Iterator[Part]:
         yield from parts(source.how, source.sizes, box[depth:], into[(*at, ...)])
 
 
-def _regions(found: Sequence[Part]) -> list[Index]:
+def _regions(found: Sequence[TensorPart]) -> list[Index]:
     """The boxes of a tensor that are read: one around all parts, if these fill it."""
     if not found:
         return []

@@ -17,7 +17,15 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from shardfn._core import processes
-from shardfn.storage._boxes import Chunks, Index, Piece, Shape, chunks_of, pieces, runs
+from shardfn.storage._boxes import (
+    Chunks,
+    Index,
+    Shape,
+    ShardPiece,
+    chunks_of,
+    pieces,
+    runs,
+)
 
 
 @dataclass(eq=False, slots=True)
@@ -154,11 +162,11 @@ def _whole_chunks(
     lead = tuple(slice(0, n) for n in chunks.shape[: chunks.start])
     last = max(start, stop if end == stop else last)
     for box, a, b in runs(start, last, tail):
-        piece = Piece((*lead, *box), ())
+        piece = ShardPiece((*lead, *box), ())
         yield piece.box, block[..., a - first : b - first].reshape(piece.shape)
     if last < end:
         rest = block[..., last - first : stop - first], halo[..., : end - stop]
         joined = np.concatenate(rest, axis=-1)
         for box, a, b in runs(last, end, tail):
-            piece = Piece((*lead, *box), ())
+            piece = ShardPiece((*lead, *box), ())
             yield piece.box, joined[..., a - last : b - last].reshape(piece.shape)

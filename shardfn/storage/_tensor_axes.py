@@ -88,7 +88,7 @@ def unchanged(rank: int) -> Rearrangement:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorPart:
     """A box of a tensor, on its axes, and the array that it belongs in."""
 
     box: Index
@@ -97,7 +97,7 @@ class Part:
 
 def parts(
     how: Rearrangement, sizes: Mapping[str, int], box: Sequence[slice], into: np.ndarray
-) -> Iterator[Part]:
+) -> Iterator[TensorPart]:
     """The boxes of a tensor that a box of its leaf is made of.
 
     Args:
@@ -123,4 +123,4 @@ def parts(
         )
         view = into[(*place, ...)].reshape([s.stop - s.start for s in axes])
         assert np.may_share_memory(view, into), "reshaping split a dimension: a view"
-        yield Part(tuple(axes[i] for i in order), view.transpose(order))
+        yield TensorPart(tuple(axes[i] for i in order), view.transpose(order))

@@ -37,13 +37,13 @@ def new_state():
 @pytest.fixture
 def looked_at(monkeypatch) -> list[str]:
     """Grows with every leaf of a state whose shape is looked at."""
-    names, fits = [], call_cache.Kind.fits
+    names, fits = [], call_cache.StoredKind.fits
 
     def count(self, x):
         names.append(self.name)
         return fits(self, x)
 
-    monkeypatch.setattr(call_cache.Kind, "fits", count)
+    monkeypatch.setattr(call_cache.StoredKind, "fits", count)
     return names
 
 

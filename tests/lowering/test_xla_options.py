@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 import shardfn
 from shardfn._lowering import xla_options
 from shardfn._lowering.xla_options import (
-    Option,
+    CompilerOption,
     compiler_options,
     refusal,
     set_elsewhere,
@@ -45,7 +45,7 @@ def no_flags(monkeypatch) -> None:
 def compiler(monkeypatch):
     """A compiler that knows some names, in place of the installed ones."""
 
-    def make(known: dict[str, object], table: tuple[Option, ...]):
+    def make(known: dict[str, object], table: tuple[CompilerOption, ...]):
         def refusal(device, options) -> str:
             for name, value in options:
                 if known.get(name) != value:
@@ -60,10 +60,14 @@ def compiler(monkeypatch):
 
 NEW, OLD = ("xla_new", "ON"), ("xla_old", True)
 TABLE = (
-    Option("gpu", (NEW, OLD)),
-    Option("gpu", (("xla_far", 2),), decided_by=("optimization_level",), hosts=True),
-    Option("tpu", (("xla_tpu", "true"),)),
-    Option("tpu", (("xla_sc", "1"),), decided_by=("xla_fuse",), kinds=("TPU v5",)),
+    CompilerOption("gpu", (NEW, OLD)),
+    CompilerOption(
+        "gpu", (("xla_far", 2),), decided_by=("optimization_level",), hosts=True
+    ),
+    CompilerOption("tpu", (("xla_tpu", "true"),)),
+    CompilerOption(
+        "tpu", (("xla_sc", "1"),), decided_by=("xla_fuse",), kinds=("TPU v5",)
+    ),
 )
 
 
@@ -95,7 +99,7 @@ def test_options_of_some_kinds_of_tpu(compiler):
 
 
 def test_options_of_no_more_than_so_many_devices(compiler):
-    option = Option("tpu", (("wide", "true"),), most=2)
+    option = CompilerOption("tpu", (("wide", "true"),), most=2)
     compiler({"wide": "true"}, (option,))
     assert compiler_options(machines(2, "TPU v5p"), None) == {"wide": "true"}
     assert compiler_options(machines(3, "TPU v5p"), None) == {}

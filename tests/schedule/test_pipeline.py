@@ -22,7 +22,7 @@ from shardfn._propagation.propagate import propagate
 from shardfn._schedule import loop_invariants
 from shardfn._schedule.loop_invariants import hoist
 from shardfn._schedule.pipeline import schedule
-from shardfn._schedule.share_gathers import gathered_bytes, share
+from shardfn._schedule.share_gathers import gathered_bytes, share_gathers
 from shardfn._trace.jaxpr_to_program import make_program
 
 AXES = Axes(("data",), (4,))
@@ -181,7 +181,7 @@ def use(node: int, *operands: Ref, bodies: tuple[BodyPlan, ...] = (), times=1) -
 def shared(*steps, backward=None, unit=False, outputs=()) -> BodyPlan:
     flags = backward or (False,) * 6
     plan = BodyPlan((STORED, STORED), steps, outputs, (WHOLE,) * len(outputs))
-    return share(program_by_hand(flags), plan, Control(), unit=unit)
+    return share_gathers(program_by_hand(flags), plan, Control(), unit=unit)
 
 
 def test_near_uses_share_one_gather() -> None:
