@@ -168,10 +168,8 @@ def wire_bytes(
             *zip(program.nodes[step.node].bodies, step.bodies, strict=True)
         ]
         total += sum(wire_bytes(*each, axes, inner, counts) for each in bodies)
-        total += sum(
-            wire_bytes(
-                program.nodes[step.node].bodies[0], part.part, axes, inner, counts
-            )
-            for part in step.ahead
-        )
+        for ahead in step.ahead:
+            runs = inner + times * ahead.lead
+            body_of = program.nodes[step.node].bodies[0]
+            total += wire_bytes(body_of, ahead.part, axes, runs, counts)
     return round(total)

@@ -12,6 +12,9 @@ import programs
 import pytest
 from plan_helpers import QUICK, Sharded, cpu_mesh, shard, shard_fn
 
+from shardfn._api import planner, report_methods
+from shardfn._lowering.sent_bytes import wire_bytes
+
 pytestmark = pytest.mark.standard_promotion
 
 
@@ -110,3 +113,26 @@ def test_muon_holds_no_more_than_momentum() -> None:
 
     momentum = per_layer(lambda: optax.sgd(0.1, momentum=0.9))
     assert per_layer(lambda: optax.contrib.muon(1e-2)) <= 1.05 * momentum
+
+
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("llama_scan_remat", {}),
+        ("llama_scan_remat", {"prefetch": 1, "bucket_bytes": 2**12}),
+        ("loops_and_branches", {}),
+    ],
+)
+def test_choices_count_the_bytes_that_the_plan_says(name, options, monkeypatch) -> None:
+    """As whole plans are compared by, to choose what stays; lines are rounded."""
+    found = []
+
+    def describe(planned):
+        found.append(planned)
+        return planner.describe(planned)
+
+    monkeypatch.setattr(report_methods, "describe", describe)
+    plan = shard(programs.get(name), cpu_mesh(8), min_size=8, **options).plan
+    (planned,) = found
+    sent = wire_bytes(planned.program, planned.body, planned.axes)
+    assert abs(sent - plan.wire_bytes) <= sum(c.times or 1 for c in plan.collectives)
