@@ -4,7 +4,7 @@ In: the step as written for one device, and the options that describe it. Out: w
 arguments are state, how the batch is split, and the planned step for given shapes.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -40,6 +40,7 @@ from shardfn._core.sharding import Axes, Sharding
 from shardfn._lowering.planned_program import Planned
 from shardfn._trace.containers import classes_closed, closed_inside
 from shardfn._trace.state_arguments import find_state
+from shardfn._trace.state_texts import found_note
 from shardfn._trace.trace_step import CallTrace, trace, trace_once
 from shardfn.storage._arrives_stored import arrives_stored
 from shardfn.storage._layout import layouts
@@ -102,22 +103,41 @@ class PlainStep:
             leaves, treedef = leaves_of(args, "argument")
         except ShardingError:  # a leaf that is no array, which planning reports
             return given
-        key = _key([leaf.aval for leaf in leaves], treedef, axes, mesh)
+        key = _key([leaf.aval for leaf in leaves], treedef, axes, mesh), ()
         if key not in self.found:
             found = self.find(leaves, treedef, axes, mesh)
             if found is None:  # whatever is wrong with this call is that of no other
                 return given
             self.found[key] = replace(found, parameters=names)
         found = self.found[key]
-        if found.is_forward_only and not found.by_hand and not found.caches:
-            stored = [
-                p
-                for p, x in by_place(args).items()
-                if arrives_stored(x, self.partition, axes)
-            ]
-            if stored and found.arguments[0] not in stored:
-                return replace(found, arguments=tuple(stored), notes=(), hints=())
+        stored = self.arriving_stored(args, found, axes)
+        if stored:
+            caches = (*found.written, *found.caches)
+            note = found_note(self.titles(by_place(args)), {}, (), stored)
+            found = replace(found, arguments=stored, results=(), caches=caches)
+            found = replace(found, written=(), notes=(note,), hints=(note,))
+            self.found[key[0], stored] = found
         return found
+
+    def arriving_stored(
+        self, args: Sequence[Any], found: StateArguments, axes: Axes
+    ) -> tuple[Position, ...]:
+        """The arguments that arrive stored, if those that were found to be state are
+        others, and nothing comes back but what is written in place as a cache is."""
+        only_caches = len(found.written) == len(found.places)
+        if found.by_hand or not only_caches:
+            return ()
+        if found.is_forward_only and found.caches:
+            return ()
+        each = by_place(args).items()
+        stored = tuple(p for p, x in each if arrives_stored(x, self.partition, axes))
+        return () if found.arguments[0] in stored else stored
+
+    def titles(self, places: Iterable[Position]) -> dict[Position, str]:
+        """What to call arguments in messages."""
+        return {
+            p: str(p) + f" ('{self.name(p)}')" * (self.name(p) != p) for p in places
+        }
 
     def partition(self, leaves: Sequence[Leaf], axes: Axes) -> tuple[Sharding, ...]:
         """How the leaves of a state are stored."""
@@ -219,10 +239,7 @@ class PlainStep:
             return None
         avals, made = found
         given = by_place(avals)
-        names = {
-            place: str(place) + f" ('{self.name(place)}')" * (self.name(place) != place)
-            for place in given
-        }
+        names = self.titles(given)
         return find_state(given, names, made.out, made.program, self.state_argnums)
 
     @property

@@ -91,7 +91,8 @@ class ShardedStep(ReportMethods, Generic[P, R]):
         sizes = zip(self.storage.axes.names, self.storage.axes.sizes, strict=True)
         over = ", ".join(f"{axis}={size}" for axis, size in sizes)
         name = getattr(self.plain.step, "__name__", "step")
-        found = (m.notes[0] for m in self.plain.found.values() if m.notes)
+        newest = {key: meaning for (key, _), meaning in self.plain.found.items()}
+        found = (m.notes[0] for m in newest.values() if m.notes)
         unused = (
             f"{axis}={size} unused"
             for planned in self.plain.plans.values()

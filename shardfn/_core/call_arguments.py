@@ -39,6 +39,7 @@ class StateArguments:
         states.
       caches: positions of arguments of the batch that come back written in place, and
         where.
+      written: states that are written in place as caches are, and where they come back.
       hints: those of them that are not of the state.
       by_hand: whether the user says so.
       parameters: what the step calls its arguments, by position.
@@ -52,6 +53,7 @@ class StateArguments:
     hints: tuple[str, ...] = ()
     by_hand: bool = False
     parameters: tuple[str, ...] = ()
+    written: tuple[tuple[Position, Path], ...] = ()
 
     @property
     def places(self) -> tuple[Path, ...]:

@@ -140,11 +140,12 @@ class _Search:
         """What was found: the state that comes back, and that which is read only."""
         pairs, names = self._pairs, self.names
         others = [p for p in pairs if p not in state]
-        caches = [
+        written = [
             p
-            for p in others
+            for p in pairs
             if not isinstance(p, str) and self.flow.is_cache(p, pairs[p])
         ]
+        caches = [p for p in others if p in written]
         notes = [
             other_note(names[p], pairs[p], p in caches, (*state, p)) for p in others
         ]
@@ -154,6 +155,7 @@ class _Search:
             arguments=(*state, *fixed),
             results=tuple(pairs[p] for p in state),
             caches=tuple((p, pairs[p]) for p in caches),
+            written=tuple((p, pairs[p]) for p in state if p in written),
             notes=(found_note(names, pairs, state, fixed), *notes),
             hints=tuple(notes),
         )

@@ -110,3 +110,29 @@ def test_generation_is_one_function(state: Any) -> None:
     for rows in (16, 1):
         x = make_batch(rows)["x"]
         assert_same(generate(plain, x), run(state, x), "result", tol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_a_cache_beside_stored_parameters_is_none_of_the_state(
+    state: Any, rows: int
+) -> None:
+    """Of one row nobody can tell by its shape: it comes back, and they do not."""
+
+    def decode(params: Any, cache: jax.Array, x: jax.Array, i: Any) -> Any:
+        made = predict(params, x)
+        where = (0, i, 0)
+        return jax.lax.dynamic_update_slice(cache, made[None, None, 0], where), made
+
+    step = shardfn.fully_shard(decode, cpu_mesh(8), min_size=8)
+    plain = jax.tree.map(lambda p: 0.5 * p, make_params())
+    x = make_batch(rows)["x"]
+    shape = jax.eval_shape(predict, plain, x).shape
+    mine = expected = jnp.zeros((2, 4, *shape[1:]))
+    for i in range(3):
+        given, (mine, got) = mine, step(state, mine, x, i)
+        expected, made = decode(plain, expected, x, i)
+        assert_same((expected, made), (mine, got), "result", tol=1e-4)
+        assert i == 0 or given.is_deleted()
+    assert not any(x.is_deleted() for x in jax.tree.leaves(state))
+    found = "state: none comes back; read only: argument 0 ('params')"
+    assert found in step.plan(state, mine, x, 0).notes
