@@ -42,15 +42,14 @@ def selection_rule(
     selected: Collection[str],
     whole: Iterable[str] = (),
     linear: Any = "",
-    may_pick: bool = True,
 ) -> OpShardingRule:
     """The rule of an op that selects along the factors `selected` of its first operand.
 
     If it selects little, each device gives what it holds, else zeros: the sum of these
-    terms moves no more than a gather of what is selected from. If not, or if `may_pick`
-    says that it cannot, the factors stay whole.
+    terms moves no more than a gather of what is selected from. If not, the factors stay
+    whole.
     """
-    reducer = _reducer_of(dtype_of(eqn)) if may_pick else None
+    reducer = _reducer_of(dtype_of(eqn))
     few = math.prod(result_shape(eqn)) <= FEW_SELECTED * math.prod(shape_of(eqn))
     threshold = "" if reducer is None else FEW if few else MANY
     rule = make_rule(

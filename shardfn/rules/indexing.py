@@ -7,6 +7,7 @@ mapped (gather, batching dimensions) or reduced (scatter).
 
 import functools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,15 +47,47 @@ def _gather_local(op: LocalOp, *operands: jax.Array) -> Sequence[jax.Array]:
     if all(isinstance(start, int) for start in starts):
         return op.bind(x, indices, slice_sizes=sizes)
     # Where a device does not hold an element, it gives zero.
-    ends = [shape_of(op.eqn)[d] - op.eqn.params["slice_sizes"][d] for d in looked_up]
+    shape, windows = shape_of(op.eqn), op.eqn.params["slice_sizes"]
+    fills = "FILL" in op.eqn.params["mode"].name
     columns = [
-        clamped(indices[..., k], end) - start
-        for k, (end, start) in enumerate(zip(ends, starts, strict=True))
+        _in_bounds(indices[..., k], shape[d] - windows[d] + 1)
+        if fills
+        else clamped(indices[..., k], shape[d] - windows[d])
+        for k, d in enumerate(looked_up)
     ]
-    indices = jnp.stack(columns, axis=-1)
+    local = jnp.stack([c - s for c, s in zip(columns, starts, strict=True)], axis=-1)
     mode = jax.lax.GatherScatterMode.FILL_OR_DROP
-    fill = {"mode": mode, "fill_value": 0}
-    return op.bind(x, indices, slice_sizes=sizes, **fill)
+    (found,) = op.bind(x, local, slice_sizes=sizes, mode=mode, fill_value=0)
+    if fills:
+        outside = functools.reduce(jnp.logical_or, (c < 0 for c in columns))
+        found = _filled(op, found, outside, starts)
+    return [found]
+
+
+def _filled(
+    op: LocalOp, found: jax.Array, outside: jax.Array, starts: Sequence[Any]
+) -> jax.Array:
+    """What the first device gives in place of what lies outside; the others zero."""
+    params = op.eqn.params
+    fill = params["fill_value"]
+    if fill is None:
+        fill = _default_fill(found.dtype)
+    numbers = params["dimension_numbers"]
+    batch = [d for d in range(found.ndim) if d not in numbers.offset_dims]
+    outside = jax.lax.broadcast_in_dim(outside, found.shape, batch)
+    is_first = functools.reduce(jnp.logical_and, (start == 0 for start in starts))
+    fill = jnp.where(is_first, jnp.asarray(fill, found.dtype), jnp.zeros_like(found))
+    return jnp.where(outside, fill, found)
+
+
+def _default_fill(dtype: Any) -> Any:
+    """What JAX gives for what lies outside, unless it is told what."""
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return np.nan
+    if dtype == np.dtype(bool):
+        return True
+    info = jnp.iinfo(dtype)
+    return info.min if jnp.issubdtype(dtype, jnp.signedinteger) else info.max
 
 
 @register_rule(*primitives("gather"), local=_gather_local)
@@ -104,7 +137,6 @@ def _gather(eqn: JaxprEqn) -> OpShardingRule:
         selected=looked_up,
         whole=whole,
         linear=[[0]] if _fill_is_linear(eqn) else [],
-        may_pick="FILL" not in eqn.params["mode"].name,
     )
 
 

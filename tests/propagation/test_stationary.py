@@ -203,6 +203,30 @@ def test_other_leaves_move_as_they_did(
     assert of_conv[0] == of_conv[1]
 
 
+@pytest.mark.parametrize("fill", [None, 0, 0.5])
+def test_lookups_out_of_bounds_stay(fill: float | None) -> None:
+    """What lies outside is filled by one device, as by `jnp.take` and `nn.Embed`."""
+
+    def train_step(p: Any, ids: jax.Array) -> Any:
+        def loss_fn(p: Any) -> jax.Array:
+            rows = p["table"].at[ids].get(mode="fill", fill_value=fill)
+            return jnp.nansum(rows**2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(p)
+        return {"table": p["table"] - 0.1 * grads["table"]}, loss
+
+    rng = np.random.default_rng(0)
+    plain = {"table": jnp.asarray(rng.normal(size=(VOCAB, D)), jnp.float32)}
+    ids = jnp.asarray(rng.integers(-2 * VOCAB, 2 * VOCAB, ROWS), jnp.int32)
+    step = shardfn.fully_shard(train_step, cpu_mesh(8), min_size=D, stationary=True)
+    state, loss = step(step.shard(plain), ids)
+    expected, plain_loss = jax.jit(train_step)(plain, ids)
+    assert_same(plain_loss, loss, "loss", tol=1e-4)
+    assert_same(expected, step.unshard(state), "state", tol=1e-4)
+    moves = step.plan(state, ids).collectives
+    assert not [c for c in moves if VOCAB in c.shape]
+
+
 def test_what_a_broadcast_repeats_moves() -> None:
     """Rows stay where they are looked up, and the weights that they are multiplied with
     come to them before they are repeated along the features."""

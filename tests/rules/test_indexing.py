@@ -70,13 +70,13 @@ def take(collapsed, start, sizes, offset, mode="clip", batching=((), ()), fill=N
     Row(
         take((0,), (0,), (1, 5), (1,), "fill"),
         ((8, 5), np.array([[3], [99], [7], [-1]], np.int32)),
-        "a b, c d -> c b  whole={a, d}",
+        "a b, c d -> c b  reduce={a}  whole={d}",
         ({0},),
     ),
     Row(
         take((0,), (0,), (1, 5), (1,), "fill", fill=7.0),
         ((8, 5), np.array([[3], [99], [7], [-1]], np.int32)),
-        "a b, c d -> c b  whole={a, d}",
+        "a b, c d -> c b  reduce={a}  whole={d}",
     ),
     Row(
         take((0,), (0,), (1, 5), (1,), "fill"),
@@ -85,9 +85,14 @@ def take(collapsed, start, sizes, offset, mode="clip", batching=((), ()), fill=N
         needless=("a:sum", "a:or"),
     ),
     Row(
+        take((0,), (0,), (1, 5), (1,), "fill"),
+        (integers((8, 5), jnp.int32), np.array([[3], [99], [7], [-1]], np.int32)),
+        "a b, c d -> c b  reduce={a}  whole={d}",
+    ),
+    Row(
         take((0,), (0, 1), (1, 5), (1,), "fill"),
         ((8, 5), np.array([[3, 0], [1, 1], [7, 0], [2, 0]], np.int32)),
-        "a b, c d -> c b  whole={a, d}",
+        "a b, c d -> c b  reduce={a}  whole={d}",
         ({0},),
     ),
     Row(  # dropped, but not looked up: always its first element
