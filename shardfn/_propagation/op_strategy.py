@@ -62,11 +62,26 @@ class OpSite(SplittableFactors):
             return None
         others = [i for i in range(len(self.states)) if i not in terms]
         if any(self.states[i][axis] is not None for i in others):
-            return None
+            if not self.selects_less(axis, terms):
+                return None
         for group in self.rule.linear:
             if terms <= group and all(map(self.may_be_term, group - terms)):
                 return group
         return None
+
+    def selects_less(self, axis: int, terms: set[int]) -> bool:
+        """Whether less moves if what is selected of terms is summed, and where is
+        gathered, than if the terms are: of a count of all rows of a table those that a
+        step has looked up."""
+        where = (
+            nbytes(aval)
+            for i, aval in enumerate(self.operand_avals)
+            if i not in terms and self.states[i][axis] is not None
+        )
+        selected = 2 * sum(map(nbytes, self.result_avals))
+        return self.rule.picks and sum(where) + selected < sum(
+            nbytes(self.operand_avals[i]) for i in terms
+        )
 
     def may_be_term(self, i: int) -> bool:
         """Whether a replicated operand costs little as one term of a sum."""

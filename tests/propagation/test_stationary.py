@@ -227,6 +227,27 @@ def test_lookups_out_of_bounds_stay(fill: float | None) -> None:
     assert not [c for c in moves if VOCAB in c.shape]
 
 
+def test_counts_of_what_is_looked_up_are_summed_alone() -> None:
+    """How often each row of a table is looked up, as lazy Adam divides by, is a number
+    per row; what is summed over devices is one per lookup."""
+
+    def train_step(p: Any, ids: jax.Array) -> Any:
+        count = jnp.zeros(VOCAB).at[ids].add(0.5)[ids]
+        table = p["table"].at[ids].add(-p["table"][ids] / count[:, None])
+        return {"table": table}, count
+
+    rng = np.random.default_rng(0)
+    plain = {"table": jnp.asarray(rng.normal(size=(VOCAB, D)), jnp.float32)}
+    ids = jnp.asarray(rng.integers(0, VOCAB // 30, ROWS), jnp.int32)
+    step = shardfn.fully_shard(train_step, cpu_mesh(8), min_size=D, stationary=True)
+    state, count = step(step.shard(plain), ids)
+    expected, plain_count = jax.jit(train_step)(plain, ids)
+    assert_same(plain_count, count, "count", tol=0)
+    assert_same(expected, step.unshard(state), "state", tol=1e-4)
+    moves = step.plan(state, ids).collectives
+    assert not [c for c in moves if VOCAB in c.shape]
+
+
 def test_what_a_broadcast_repeats_moves() -> None:
     """Rows stay where they are looked up, and the weights that they are multiplied with
     come to them before they are repeated along the features."""
