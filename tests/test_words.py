@@ -90,6 +90,15 @@ def test_text_is_in_terms_of_the_field() -> None:
     assert found == []
 
 
+def test_a_file_says_what_goes_in_and_what_comes_out() -> None:
+    silent = []
+    for path in sorted(ROOT.rglob("*.py")):
+        text = ast.get_docstring(ast.parse(path.read_text())) or ""
+        if not re.search(r"^In: .*\bOut: ", text, re.MULTILINE | re.DOTALL):
+            silent.append(path.relative_to(ROOT).as_posix())
+    assert silent == ["__init__.py", "__main__.py"]
+
+
 def test_a_class_is_called_like_no_other() -> None:
     defined: dict[str, list[str]] = {}
     for path in sorted(ROOT.rglob("*.py")):

@@ -1,4 +1,6 @@
-"""The command line: the name of a step in; its report, printed and as a page, out.
+"""The command line.
+
+In: the name of a step. Out: its report, printed and as a page.
 
 python -m shardfn plan MODULE:STEP --target h100:1x8x8
 """

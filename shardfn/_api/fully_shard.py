@@ -1,4 +1,6 @@
-"""The transform: a plain training step in, the same step on a sharded state out."""
+"""The transform.
+
+In: a plain training step. Out: the same step on a sharded state."""
 
 import functools
 from collections.abc import Callable

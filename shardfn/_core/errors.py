@@ -1,4 +1,6 @@
-"""Error and warning types, and where in the user's code something happened."""
+"""Error and warning types, and places in the user's code.
+
+In: an equation, a frame, a call that goes on. Out: the words of a message."""
 
 import contextlib
 import contextvars

@@ -1,7 +1,8 @@
 """The plan: a frozen value that says what every device runs and what it moves.
 
-`propagate` writes it, schedule passes rewrite it, `emit` follows it, and
-`analysis.plan` lists it for people.
+In: what `propagate` writes and schedule passes rewrite. Out: what `emit` follows, and
+`analysis.plan` lists for people.
+
 A `BodyPlan` is straight-line: `Reshard` steps make a new version of a value in another
 sharding, `Apply` steps run one node of the program on such versions.
 """

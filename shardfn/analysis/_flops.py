@@ -1,4 +1,6 @@
-"""A traced step in; the FLOPs of its matmuls and convolutions on one device, out."""
+"""FLOPs of matrix products and convolutions.
+
+In: a traced step. Out: what one device computes of it."""
 
 import math
 from collections import Counter

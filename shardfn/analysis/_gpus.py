@@ -1,4 +1,6 @@
-"""The GPUs that XLA's compiler can be asked to compile for without having one."""
+"""GPUs that XLA can compile for without having one.
+
+In: a name. Out: the description that XLA's compiler reads."""
 
 from __future__ import annotations
 

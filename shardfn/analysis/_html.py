@@ -1,4 +1,6 @@
-"""A report in; one HTML page that needs nothing else, out.
+"""A report as a page.
+
+In: a report. Out: one HTML page that needs nothing else.
 
 Draws the timeline of gathers, compute and scatters, memory over the step, bytes by
 parameter, and what was planned beside what was compiled.

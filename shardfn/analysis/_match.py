@@ -1,4 +1,6 @@
-"""A plan and a compiled program in; which lines of the plan the program has, out.
+"""Which lines of a plan a compiled program has.
+
+In: both. Out: for each line, the collectives that are it.
 
 A collective belongs to the line whose name its metadata carries (see `line_name`), if
 it moves what the line says. What is left over is matched by what it moves alone: a

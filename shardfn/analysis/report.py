@@ -1,4 +1,6 @@
-"""A step compiled for machines that are not there; what it would take on them, out.
+"""What a step would take on machines that are not there.
+
+In: a step compiled for them. Out: a frozen report.
 
 Bytes and collectives are read off the plan and the compiled program. Times are an
 estimate: the schedule played at the rates of the vendors' data sheets.

@@ -1,4 +1,6 @@
-"""What the rule files share: fresh factor names, and the shapes of an equation."""
+"""What the rule files share.
+
+In: an equation. Out: fresh factor names, and the shapes of its values."""
 
 import itertools
 from collections.abc import Iterable, Iterator

@@ -1,4 +1,6 @@
-"""One HLO collective instruction in; what it moves, in JAX's words, out."""
+"""What a collective of a compiled program moves, in JAX's words.
+
+In: one HLO instruction. Out: operation, dtype, elements and devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Compiled HLO text in; every collective it runs, with sizes and repetitions, out.
+"""The collectives of a compiled program.
+
+In: compiled HLO text. Out: every collective that it runs, with sizes and repetitions.
 
 Used to check a compiled program against its plan. Reads what XLA prints for CPU, GPU
 and TPU. Where a backend rewrites a collective, the rewritten one is reported.

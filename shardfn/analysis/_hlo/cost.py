@@ -1,5 +1,7 @@
-"""One HLO instruction in; the FLOPs of its matmuls and the bytes it reads and writes
-in device memory, out. Loops and calls are left to whoever walks the schedule.
+"""What an HLO instruction costs.
+
+In: one instruction. Out: the FLOPs of its matrix products, and the bytes that it reads
+and writes in device memory. Loops and calls are left to whoever walks the schedule.
 """
 
 from __future__ import annotations

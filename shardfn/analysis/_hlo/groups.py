@@ -1,4 +1,6 @@
-"""Which devices an HLO collective connects, from any notation of its groups.
+"""Which devices an HLO collective connects.
+
+In: any notation of its groups. Out: the devices of each.
 
 Raises `ValueError` where guessing would give a wrong size.
 """

@@ -1,4 +1,6 @@
-"""One scheduled HLO computation in; bytes of temporary memory at each instruction, out.
+"""Temporary memory over a schedule.
+
+In: one scheduled HLO computation. Out: bytes at each instruction.
 
 An estimate of what the compiler's buffer assignment comes to: values live from where
 they are made to their last use, views and loop carries take no memory of their own.

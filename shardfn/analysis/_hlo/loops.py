@@ -1,4 +1,6 @@
-"""How often an HLO `while` runs, where XLA's text does not say it outright."""
+"""How often an HLO `while` runs, where XLA's text does not say it outright.
+
+In: the loop's condition and body. Out: a number, or None."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""HLO text in; computations and their instructions out.
+"""HLO as a tree.
+
+In: HLO text. Out: computations and their instructions.
 
 Only what finding collectives needs is understood; the rest of a line stays text.
 """

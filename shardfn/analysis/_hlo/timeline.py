@@ -1,4 +1,6 @@
-"""A scheduled program and a machine's rates in; when what would run at best, out.
+"""When what would run at best.
+
+In: a scheduled program and a machine's rates. Out: spans of time.
 
 Plays the schedule on a machine that runs every operation at its roofline: the larger of
 FLOPs over the peak rate and bytes over the memory's. Transfers run on the links, one at
