@@ -94,7 +94,7 @@ def test_a_file_says_what_goes_in_and_what_comes_out() -> None:
     silent = []
     for path in sorted(ROOT.rglob("*.py")):
         text = ast.get_docstring(ast.parse(path.read_text())) or ""
-        if not re.search(r"^In: .*\bOut: ", text, re.MULTILINE | re.DOTALL):
+        if not re.search(r"\bIn:\s.*\bOut:\s", text, re.DOTALL):
             silent.append(path.relative_to(ROOT).as_posix())
     assert silent == ["__init__.py", "__main__.py"]
 
