@@ -294,6 +294,48 @@ def test_signs_of_quantized_gradients_are_warned_of(optimizer, takes_signs) -> N
         assert "Keep these sums exact, reduce_dtype={'0/a': None, '*': ...}" in message
 
 
+def tied(state, x):
+    """A table that is looked up, and the head."""
+    ids = x.astype(jnp.int32) % 16
+
+    def loss_fn(table):
+        h = jnp.tanh(table[ids].mean(axis=1))
+        return ((h @ table.T) ** 2).mean()
+
+    loss, grad = jax.value_and_grad(loss_fn)(state["a"])
+    return {"a": state["a"] - 0.1 * grad}, loss
+
+
+@pytest.mark.parametrize(
+    "step, shapes, options",
+    [
+        (tied, {"a": (16, 32)}, {}),
+        (train("scan", microbatches=2), STATE, {"accumulate": "scatter"}),
+        (train("scan", microbatches=2), STATE, {"accumulate": "defer"}),
+        (mlp(lambda w: w), SHAPES, {"shard": {"*": False}}),
+    ],
+    ids=["tied", "scatter", "defer", "whole"],
+)
+def test_sums_are_near_the_exact_ones(step, shapes, options) -> None:
+    """Of tied tables, over microbatches, and where the state is whole everywhere."""
+    paths = paths_of(shapes)
+    asked = dict(reduce_dtype=named("int8", paths), quantize_block=BLOCK)
+    rows = (8, 16) if shapes is not STATE else ROWS
+    case, exact = (
+        shard_fn(step, cpu_mesh(4), shapes, rows, **options, **each)
+        for each in (asked, {})
+    )
+    found = {c.dtype for c in case.plan.collectives if c.path and c.phase != "forward"}
+    assert "int8" in found and found <= {"int8", "bfloat16", "float32"}
+    sums = [c for c in case.plan.collectives if c.path and c.op == "psum_scatter"]
+    assert not sums
+    (ours, _), (theirs, _) = run(case, 1)[0], run(exact, 1)[0]
+    (after, _) = run(exact, 2)[1]
+    for a, b, later in zip(*map(jax.tree.leaves, (ours, theirs, after)), strict=True):
+        moved = np.abs(np.asarray(b) - later).max()
+        assert 0 < np.abs(np.asarray(a) - b).max() <= moved / 20
+
+
 HYBRID = dict(axis=("replica", "data"), quantize_block=BLOCK)
 
 
