@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 import tensorstore as ts
 from etils import epath
-from jax.tree_util import tree_flatten_with_path
+from jax.tree_util import tree_flatten_with_path, tree_map_with_path
 
 from shardfn._core import compat, processes
 from shardfn._core.leaves import Leaf, path_name
@@ -181,8 +181,10 @@ def read(
     leaves: Sequence[Leaf],
     targets: Sequence[jax.ShapeDtypeStruct],
     treedef: Any,
+    partial: bool = False,
 ) -> list[jax.Array]:
-    """The arrays of the leaves that have values, as `targets` say."""
+    """The arrays of the leaves that have values, as `targets` say; of a `partial` state
+    no others are read."""
     both = list(zip(leaves, targets, strict=True))
     items = [target if has_values(leaf) else None for leaf, target in both]
     args = [restore_args(*pair) if has_values(pair[0]) else None for pair in both]
@@ -191,13 +193,27 @@ def read(
     # Not by a Checkpointer: after it has read, it waits for all processes, also for one
     # that could not.
     with contextlib.closing(handler()) as reader:
+        if partial:  # in the form of all that was saved: tuples have their lengths
+            form = reader.metadata(directory).tree
+            asked = {x.name: (y, a) for (x, y), a in zip(both, args, strict=True)}
+            item, given = (_in_form(form, asked, i) for i in (0, 1))
         restored = reader.restore(
             directory,
-            args=ocp.args.PyTreeRestore(item, restore_args=given, partial_restore=True),
+            args=ocp.args.PyTreeRestore(
+                item, restore_args=given, partial_restore=not partial
+            ),
         )
     named = {path_name(path): x for path, x in tree_flatten_with_path(restored)[0]}
     found = ((named[leaf.name], target) for leaf, target in both if has_values(leaf))
     return [from_words(x, target.dtype) for x, target in found]
+
+
+def _in_form(form: Any, asked: Mapping[str, tuple[Any, Any]], i: int) -> Any:
+    """What Orbax takes for the leaves of a checkpoint, those not asked for left out."""
+    left_out = ocp.PLACEHOLDER, ocp.RestoreArgs()
+    return tree_map_with_path(
+        lambda path, _: asked.get(path_name(path), left_out)[i], form
+    )
 
 
 def read_step(directory: epath.Path) -> None:

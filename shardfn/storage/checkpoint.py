@@ -215,7 +215,7 @@ class Checkpoints:
             with self._files.intact(number):
                 self._files.check_fit(leaves, number, partial)
                 where = self._files.path(number) / ITEM
-                found = read(where, leaves, targets, treedef)[::-1]
+                found = read(where, leaves, targets, treedef, partial)[::-1]
         arrays = []
         for leaf, target in zip(leaves, targets, strict=True):
             x = found.pop() if has_values(leaf) else empty(target)

@@ -232,6 +232,19 @@ def test_a_part_of_a_checkpoint(target, saved, steps, state, monkeypatch) -> Non
     assert_same(expected, whole, "restored", tol=0.0)
 
 
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_a_part_of_a_tuple(kind, tmp_path) -> None:
+    """Fewer elements than were saved were called damage."""
+    params = {"w": jnp.ones(3), "b": [jnp.ones(2), jnp.zeros(4)]}
+    moments = {"m": jnp.ones(5), "n": (jnp.zeros(1), jnp.ones(2))}
+    parts = [(params,), (params, {"n": (jnp.zeros(1),)}), (None, {"m": jnp.ones(5)})]
+    with Checkpoints(tmp_path, None) as checkpoints:
+        checkpoints.save(1, kind((params, moments, jnp.ones(6))))
+        for part in map(kind, parts):
+            restored = checkpoints.restore(part, partial=True)
+            assert_same(part, restored, "restored", tol=0.0)
+
+
 def test_a_checkpoint_that_was_not_finished_is_not_there(
     steps, tmp_path, monkeypatch
 ) -> None:
