@@ -89,6 +89,7 @@ def mesh() -> jax.sharding.Mesh:
 # Each is like another, which the quick run has.
 ALIKE = {
     "jax_debug_infs",
+    "jax_log_compiles",
     "jax_explain_cache_misses",
     "jax_array_garbage_collection_guard",
 }

@@ -12,14 +12,14 @@ pytestmark = pytest.mark.standard_promotion
 OF_EACH_KIND = [
     "gpt_scan_remat",
     "dropout_raw_key_in_state",
-    "conv_batch_norm",
-    "opt_adafactor",
     "contrastive",
     "along_the_batch",
     "size_norms_of_padded",
     "state_of_everything",
 ]
 MORE = [
+    "conv_batch_norm",
+    "opt_adafactor",
     "opt_adamw_clip_warmup_cosine",
     "accumulate_scan",
     "masked_mean",

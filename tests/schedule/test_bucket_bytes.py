@@ -19,6 +19,7 @@ from plan_helpers import (
     shard_fn,
     walk,
 )
+from tiers import exhaustively
 
 import shardfn
 
@@ -109,7 +110,7 @@ def test_a_scanned_layer_moves_its_small_leaves_together(mesh) -> None:
         jax.tree.map(np.testing.assert_array_equal, results[0], result)
 
 
-@pytest.mark.parametrize("kind", ["scan", "unrolled", "unrolled_remat"])
+@pytest.mark.parametrize("kind", ["scan", exhaustively("unrolled"), "unrolled_remat"])
 def test_in_every_kind_of_layers(kind: str) -> None:
     alone, small, huge = (sharded(kind, size) for size in (0, SMALL, HUGE))
     names = {"scale", "shift"} | ({"odd"} if kind != "scan" else set())

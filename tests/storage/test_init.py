@@ -69,7 +69,7 @@ def whole() -> dict[str, Any]:
     return jax.jit(create)(KEY)
 
 
-@pytest.mark.parametrize("name", tiered(["1", "2", "4", "8", "2x4"], ["8", "2x4"]))
+@pytest.mark.parametrize("name", tiered(["1", "2", "4", "8", "2x4"], ["2x4"]))
 def test_every_mesh_makes_the_same_bits(name, whole) -> None:
     mesh = jax.make_mesh((1,), ("data",)) if name == "1" else make_mesh(name)
     step = step_on(mesh)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors import deserialize, safe_open
+from tiers import exhaustively
 
 import shardfn
 from shardfn.storage import safetensors
@@ -66,7 +67,7 @@ def mesh_of(*sizes: int) -> jax.sharding.Mesh:
     return jax.make_mesh(sizes, ("model", "data")[-len(sizes) :], devices=devices)
 
 
-@pytest.mark.parametrize("sizes", [(3,), (2, 4)], ids=str)
+@pytest.mark.parametrize("sizes", [exhaustively((3,)), (2, 4)], ids=str)
 def test_readers_find_the_same_bits(sizes, whole, tmp_path) -> None:
     step = shardfn.fully_shard(lambda s, x: (s, x), mesh_of(*sizes), min_size=8)
     state = step.shard(whole)
