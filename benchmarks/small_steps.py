@@ -7,8 +7,10 @@ same step sends under `jit` with the state stored alike. CPU programs; nothing r
 """
 
 import argparse
+import json
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -24,6 +26,7 @@ from jax.sharding import AxisType
 import shardfn
 
 DEVICES = 8
+RESULTS = Path(__file__).parent / "results" / "cpu" / "small_steps.json"
 HEADER = ("case", "gathered", "planned", "compiled", "jit", "compiled / jit")
 
 Case = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -249,9 +252,9 @@ CASES = {
 }
 
 
-def compared(case: Case, shown: bool = False) -> tuple[float, float, float, float]:
+def compared(name: str, shown: bool = False) -> dict[str, float]:
     """Bytes planned with all leaves gathered, planned, compiled, and under `jit`."""
-    fn, args = case
+    fn, args = CASES[name]()
     mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,))
     gathered = shardfn.fully_shard(fn, mesh, stationary=False).plan(*args)
     step = shardfn.fully_shard(fn, mesh)
@@ -260,10 +263,12 @@ def compared(case: Case, shown: bool = False) -> tuple[float, float, float, floa
         print(plan, end="\n\n")
     ours = beside.figures(step.lower(*args).compile(), mesh)
     theirs = beside.figures(beside.jitted(fn, step, args).compile(), mesh)
-    if shown:
-        print(theirs, ours)
-    planned = (sum(c.total_bytes for c in p.collectives) for p in (gathered, plan))
-    return *planned, ours.wire, theirs.wire
+    return {
+        "gathered": gathered.wire_bytes,
+        "planned": plan.wire_bytes,
+        "compiled": ours.wire,
+        "jit": theirs.wire,
+    }
 
 
 def main() -> None:
@@ -272,13 +277,15 @@ def main() -> None:
     parser.add_argument("--plan", action="store_true", help="print the plans, too")
     args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", DEVICES)
-    for row in (HEADER, ["---"] * len(HEADER)):
-        print(f"| {' | '.join(row)} |")
+    rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    for cells in (HEADER, ["---"] * len(HEADER)):
+        print(f"| {' | '.join(cells)} |")
     for name in args.case or CASES:
-        sizes = compared(CASES[name](), args.plan)
-        texts = [f"{size / 2**20:,.2f} MiB" for size in sizes]
-        cells = [name, *texts, f"{sizes[2] / sizes[3]:.2f}"]
-        print(f"| {' | '.join(cells)} |", flush=True)
+        row = rows[name] = compared(name, args.plan)
+        texts = [f"{size / 2**20:,.2f} MiB" for size in row.values()]
+        ratio = f"{row['compiled'] / row['jit']:.2f}"
+        print(f"| {' | '.join([name, *texts, ratio])} |", flush=True)
+    RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":
