@@ -166,6 +166,22 @@ SLICED = """
   ROOT %u = f32[1,64] add(%s, %p2)
 }
 """
+NESTED = """
+%sliced (q0: f32[9,64], q1: s32[]) -> f32[1,64] {
+  %q0 = f32[9,64] parameter(0)
+  %q1 = s32[] parameter(1)
+  ROOT %s = f32[1,64] dynamic-slice(%q0, %q1, %q1), dynamic_slice_sizes={1,64}
+}
+
+%fused (p0: f32[9,64], p1: s32[], p2: f32[1,64]) -> f32[1,64] {
+  %p0 = f32[9,64] parameter(0)
+  %p1 = s32[] parameter(1)
+  %p2 = f32[1,64] parameter(2)
+  %v = f32[9,64] bitcast(%p0)
+  %n = f32[1,64] fusion(%v, %p1), kind=kLoop, calls=%sliced
+  ROOT %u = f32[1,64] add(%n, %p2)
+}
+"""
 
 
 @pytest.mark.parametrize(
@@ -174,6 +190,8 @@ SLICED = """
         # The update is read and written in place; the array it goes into is left alone.
         ("f32[9,64]", UPDATED, 4 + 2 * 256, 0),
         ("f32[1,64]", SLICED, 4 + 3 * 256, 256),
+        # TPUs have fusions in fusions: a layer's weights of a stack, and their product.
+        ("f32[1,64]", NESTED, 4 + 3 * 256, 256),
     ],
 )
 def test_fusions_touch_only_what_they_slice(result, inner, size, live) -> None:

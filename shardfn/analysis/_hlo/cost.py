@@ -158,13 +158,30 @@ def _bytes(instr: Instruction, comp: Computation, module: Module) -> int:
         written = sum(a.bytes for a in arrays_of(update.shape))
     for parameter in inner.of("parameter"):
         at = integers(parameter.arguments)[0]
-        users = _users(parameter, inner)
-        if users and all(u.opcode in _SLICES for u in users):
-            touched = sum(a.bytes for u in users for a in arrays_of(u.shape))
-            read[at] = min(read[at], touched)
-        elif in_place and users == [root] and _feeds(parameter, root, inner):
-            read[at] = 0
+        if in_place and _users(parameter, inner) == [root]:
+            if _feeds(parameter, root, inner):
+                read[at] = 0
+        read[at] = min(read[at], _touched(parameter, inner, module))
     return sum(read) + written
+
+
+def _touched(parameter: Instruction, comp: Computation, module: Module) -> int:
+    """Bytes that a fusion reads of a parameter: the slices of it, also those that
+    fusions inside of it take; all of it where something else uses it."""
+    whole = sum(a.bytes for a in arrays_of(parameter.shape))
+    touched, users = 0, _users(parameter, comp)
+    for user in users:
+        if user.opcode in _SLICES:
+            touched += sum(a.bytes for a in arrays_of(user.shape))
+        elif user.opcode == "fusion":
+            inner = module.called(user, "calls")[0]
+            for each in inner.of("parameter"):
+                name = user.operands[integers(each.arguments)[0]]
+                if _behind_views(comp.instructions[name], comp) is parameter:
+                    touched += _touched(each, inner, module)
+        else:
+            return whole
+    return min(touched, whole) if users else whole
 
 
 def _behind_views(instr: Instruction, comp: Computation) -> Instruction:
