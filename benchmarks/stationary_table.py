@@ -37,8 +37,8 @@ def mib(size: float) -> str:
     return f"{size / 2**20:,.2f} MiB"
 
 
-def ms(seconds: float) -> str:
-    return f"{1e3 * seconds:,.2f} ms"
+def ms(seconds: float | None) -> str:
+    return "" if seconds is None else f"{1e3 * seconds:,.2f} ms"
 
 
 def table(header: tuple[str, ...], lines: Iterator[list[str]]) -> str:
@@ -57,7 +57,7 @@ def cases_table(measured: Mapping[tuple[str, str], Rows], cases: Mapping[str, Ca
     def cell(row: Row | None) -> str:
         if row is None or "error" in row:
             return failure(row) if row else ""
-        return f"{mib(row['wire'])}, {ms(row['seconds'])}"
+        return ", ".join(filter(None, (mib(row["wire"]), ms(row["seconds"]))))
 
     def lines() -> Iterator[list[str]]:
         for (name, chip), rows in measured.items():
@@ -69,7 +69,7 @@ def cases_table(measured: Mapping[tuple[str, str], Rows], cases: Mapping[str, Ca
 
 def decoding_table(rows: Rows, case: Case) -> str:
     """Of a decoded token: every program beside Megatron by hand."""
-    hand = [rows[name]["seconds"] for name in MEGATRON if name in rows]
+    hand = [s for name in MEGATRON if name in rows and (s := rows[name]["seconds"])]
 
     def lines() -> Iterator[list[str]]:
         for program, row in rows.items():
@@ -83,7 +83,7 @@ def decoding_table(rows: Rows, case: Case) -> str:
                 f"{row['per_layer']:.0f}",
                 mib(row["temporary"]),
                 ms(row["seconds"]),
-                f"{row['seconds'] / min(hand):.2f}" if hand else "",
+                f"{row['seconds'] / min(hand):.2f}" if hand and row["seconds"] else "",
             ]
 
     return table(OF_DECODING, lines())
