@@ -40,6 +40,7 @@ def reduce_at_producer(
     Returns:
       The decision, with the shardings of its results.
     """
+    preferences = [_with_rows(each, states) for each in preferences]
     results = zip(decision.made, result_avals, preferences, now, strict=True)
     out = [_reduced(*result, axes) for result in results]
     out = [
@@ -51,6 +52,17 @@ def reduce_at_producer(
             node.rule, decision.operands, states, out, result_avals, preferences, axes
         )
     return replace(decision, results=tuple(out))
+
+
+def _with_rows(preferences: Preferences, states: Sequence[Sharding]) -> Preferences:
+    """What is preferred of terms that come from a stationary leaf: they go to the rows
+    of the batch if a consumer has those, rather than to another leaf's dimension."""
+    out = list(preferences)
+    for axis, opinions in enumerate(preferences):
+        rows = frozenset(s for s in opinions if s is not None and not s.stored)
+        if rows and len(rows) < len(opinions) and is_stationary(axis, states):
+            out[axis] = rows
+    return tuple(out)
 
 
 def _scattered(

@@ -248,6 +248,38 @@ def test_counts_of_what_is_looked_up_are_summed_alone() -> None:
     assert not [c for c in moves if VOCAB in c.shape]
 
 
+def test_terms_go_to_the_rows_of_the_batch() -> None:
+    """The gradient of what a leaf meets goes to rows, not to the dimension of a scale
+    that it meets next and that is gathered."""
+
+    def train_step(p: Any, x: jax.Array) -> Any:
+        def loss_fn(p: Any) -> jax.Array:
+            rows = x @ p["first"]
+            return ((rows + mlp(p, rows * p["scale"])) ** 2).mean()
+
+        loss, grads = jax.value_and_grad(loss_fn)(p)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, p, grads), loss
+
+    rng = np.random.default_rng(0)
+    shapes = MLP | {"first": (D, D), "scale": (D,)}
+    plain = {
+        k: jnp.asarray(0.1 * rng.normal(size=s), jnp.float32) for k, s in shapes.items()
+    }
+    x = jnp.asarray(rng.normal(size=(ROWS, D)), jnp.float32)
+    step = shardfn.fully_shard(
+        train_step,
+        cpu_mesh(8),
+        min_size=D,
+        stationary={"up": True, "bias": True, "down": True, "*": False},
+        shard=COLUMNS,
+    )
+    state, loss = step(step.shard(plain), x)
+    expected, plain_loss = jax.jit(train_step)(plain, x)
+    assert_same(plain_loss, loss, "loss", tol=1e-4)
+    assert_same(expected, step.unshard(state), "state", tol=1e-4)
+    assert "all_to_all" not in {c.op for c in step.plan(state, x).collectives}
+
+
 def test_what_a_broadcast_repeats_moves() -> None:
     """Rows stay where they are looked up, and the weights that they are multiplied with
     come to them before they are repeated along the features."""
