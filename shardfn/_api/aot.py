@@ -51,7 +51,7 @@ def report_on(
     progress("tracing")
     traced = programs.traced(states, batch)
     progress("compiling")
-    compiled = compile_for(target, traced.lower())
+    compiled = compile_for(target, programs.lowered(traced, leaves))
     progress("reading the compiled program")
     text = compiled.as_text() or ""
     return Report(
@@ -77,7 +77,9 @@ def rates_of(target: Target, mesh: Mesh) -> Rates:
             for group in c.groups[:1]
         )
 
-    return Rates(target.matmul_rate, target.memory_bandwidth, transfer)
+    return Rates(
+        target.matmul_rate, target.memory_bandwidth, transfer, target.host_bandwidth
+    )
 
 
 def memory_of(compiled: jax.stages.Compiled) -> Memory:
@@ -89,6 +91,10 @@ def memory_of(compiled: jax.stages.Compiled) -> Memory:
         aliased=found.alias_size_in_bytes,
         temporary=found.temp_size_in_bytes,
         code=found.generated_code_size_in_bytes,
+        host_arguments=found.host_argument_size_in_bytes,
+        host_temporary=found.host_temp_size_in_bytes
+        + found.host_output_size_in_bytes
+        - found.host_alias_size_in_bytes,
     )
 
 
@@ -120,6 +126,7 @@ def stored_leaves(
             )
             * leaf.aval.dtype.itemsize,
             split=any(isinstance(s, Split) for s in sharding),
+            memory=leaf.memory,
         )
         for leaf, sharding in zip(leaves, shardings, strict=True)
     )

@@ -24,6 +24,7 @@ from shardfn._core.call_arguments import (
 )
 from shardfn._core.leaves import Leaf
 from shardfn._core.limits import BATCH_KINDS
+from shardfn._core.memories import HOST, kind_of
 from shardfn._core.recent import Recent
 from shardfn._lowering.planned_program import Planned
 from shardfn._lowering.shard_map import on_mesh
@@ -124,7 +125,27 @@ class Programs:
         ]
         jitted = self.jitted(leaves, treedef, (batch_leaves, batch_tree), batch.meaning)
         count = batch.meaning.returned(treedef)
+        if self.is_described(leaves):
+            kinds = (kind_of(leaf.memory) for leaf in leaves)
+            stored = list(map(compat.without_devices, stored, kinds))
+            placed = [compat.without_devices(aval, None) for aval in placed]
         return jitted.trace(*given(stored, count, batch_tree, placed))
+
+    def lower(self, states: tuple[Any, ...], batch: Rest) -> jax.stages.Lowered:
+        """The jitted step lowered for the devices of the mesh."""
+        return self.lowered(self.traced(states, batch), self.storage.leaves(states)[0])
+
+    def lowered(self, traced: Any, leaves: Sequence[Leaf]) -> jax.stages.Lowered:
+        """What `traced` returned, lowered, of a state of these leaves."""
+        if self.is_described(leaves):
+            return compat.lower_on(traced, self.storage.mesh)
+        return traced.lower()
+
+    def is_described(self, leaves: Sequence[Leaf]) -> bool:
+        """Whether leaves live on hosts of devices that only a description is there
+        of."""
+        on_host = any(leaf.memory == HOST for leaf in leaves)
+        return on_host and compat.lacks_memories(self.storage.mesh)
 
 
 def given(

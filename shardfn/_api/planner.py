@@ -15,6 +15,7 @@ from shardfn._core import compat
 from shardfn._core.automatic_axes import auto_names
 from shardfn._core.control import Control
 from shardfn._core.leaves import Leaf, leaf_name
+from shardfn._core.memories import HOST
 from shardfn._core.program import Program
 from shardfn._core.sharding import Axes, Sharding
 from shardfn._lowering.interpreter import emit
@@ -97,6 +98,7 @@ def plan_traced(
             [*autos, *[()] * len(batch)],
             [*autos, *[()] * others],
             traced.program,
+            frozenset(i for i, leaf in enumerate(state) if leaf.memory == HOST),
         ),
         observe=dumping(axes),
     )
@@ -215,5 +217,18 @@ def _layouts(planned: Planned) -> list[tuple[Sharding, str]]:
     for leaf, (_, why) in zip(planned.state, found, strict=True):
         each = [text.format(*n) for text, n in why]
         each += filter(None, [planned.stationary.why(leaf_name(leaf.path))])
+        each += _memory(leaf, planned)
         texts.append("; ".join(each))
     return list(zip(planned.stored, texts, strict=True))
+
+
+def _memory(leaf: Leaf, planned: Planned) -> list[str]:
+    """Why a leaf lives in the memory that it does, if that was asked for."""
+    if planned.control.of(leaf_name(leaf.path)).offload is None:
+        return []
+    if leaf.memory == HOST:
+        return ["offload='host' asks for the host's memory"]
+    size, least = leaf.aval.size, planned.min_size
+    fewer = f"{size} elements are fewer than min_size={least}"
+    why = fewer if size < least else "scalars and PRNG keys do"
+    return [f"it stays in the device's memory, for which offload has no use: {why}"]

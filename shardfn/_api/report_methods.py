@@ -43,7 +43,7 @@ class ReportMethods(StateMethods):
           The lowered step, ready for `.compile()`.
         """
         step, args, named = self.as_pure(args, named)
-        return step.programs.traced(*step._divide(args, named)).lower()
+        return step.programs.lower(*step._divide(args, named))
 
     @names_step
     @advises_binding

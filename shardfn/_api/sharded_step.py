@@ -236,6 +236,7 @@ class ShardedStep(ReportMethods, Generic[P, R]):
         known = storage.leaves(states)
         split = self.plain.split(batch, batch_leaves, storage.axes, known)
         whole = is_traced((states, batch))
+        storage.check_memories(states)
         stored, leaves, treedef = storage.place(states, whole)
         placed = storage.place_batch(batch, batch_leaves, split)
         kinds = [

@@ -16,6 +16,7 @@ from shardfn._core.option_values import (
     ACCUMULATE,
     AXES,
     COUNT,
+    OFFLOAD,
     PATTERNS,
     POSITIVE,
     RESHARD,
@@ -23,6 +24,7 @@ from shardfn._core.option_values import (
     STATIONARY,
     WIRE_DTYPE,
     Accumulate,
+    Offload,
     Option,
     ReshardAfterForward,
     Stationary,
@@ -215,6 +217,21 @@ class LeafOptions(TypedDict, total=False):
             "opt_state": ("replica", "data")}` gathers over the one axis and updates
             over both. `False` alone all-reduces whole gradients. `{"table": {"data":
             -1}}` also asks for the dimension that is split.""",
+        ),
+    ]
+    offload: Annotated[
+        PerLeaf[Offload | None],
+        Option(
+            default=None,
+            values=OFFLOAD,
+            read_by=("storage._stored_layout",),
+            doc="""The memory that leaves of the state live in. "host": the pinned
+            memory of the host, as in ZeRO-Offload, from where a step takes what it
+            needs, and where it puts what it made of it; `{"opt_state/*": "host"}` frees
+            what an optimizer's moments take. Where an optimizer works element by
+            element, as Adam does, they come and go in blocks of rows, so that the
+            device holds a block; other leaves come as a whole. Leaves of fewer than
+            `min_size` elements stay. None: the device's.""",
         ),
     ]
     per_device_state: Annotated[

@@ -13,6 +13,7 @@ from jax.tree_util import keystr
 
 from shardfn._core.automatic_axes import AutoSplit
 from shardfn._core.limits import SHOWN_NAMES
+from shardfn._core.memories import DEVICE
 
 Names = tuple[str, ...]
 """Names of the state leaves that a value belongs to: several if it joins them."""
@@ -28,11 +29,13 @@ class Leaf:
       path: its tree path.
       aval: its shape and dtype.
       auto: how it is split over automatic mesh axes; None if it does not say.
+      memory: the memory that stores it.
     """
 
     path: tuple[Any, ...]
     aval: jax.ShapeDtypeStruct
     auto: AutoSplit | None = ()
+    memory: str = DEVICE
 
     @property
     def name(self) -> str:

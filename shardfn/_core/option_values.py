@@ -20,6 +20,7 @@ StoredAxis = str | tuple[str, int]
 """A mesh axis that a leaf is stored split over, and which dimension it is to split."""
 
 Stationary = bool | Literal["auto"]
+Offload = Literal["host"]
 
 WireDtype = str | tuple[tuple[str, str], ...] | None
 """The dtype in which something moves; or mesh axes over which it is quantized, and to
@@ -111,6 +112,12 @@ def _shown_dtype(value: WireDtype) -> str:
     return repr(dict(value) if isinstance(value, tuple) else value)
 
 
+def _offload(value: Any) -> str | None:
+    if value is not None and value not in get_args(Offload):
+        raise NotAllowed
+    return value
+
+
 def _axes(value: Any) -> tuple[StoredAxis, ...] | None:
     if value is None or value is False:
         return None if value is None else ()
@@ -166,6 +173,7 @@ AXES = OptionValues(
     _axes,
     show=shown_axes,
 )
+OFFLOAD = OptionValues("None or 'host'", _offload)
 PATTERNS = OptionValues(
     "a tuple of path patterns: ('batch_stats/*',)", bool, are_patterns=True
 )

@@ -7,13 +7,13 @@ A `BodyPlan` is straight-line: `Reshard` steps make a new version of a value in 
 sharding, `Apply` steps run one node of the program on such versions.
 """
 
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from shardfn._core.automatic_axes import AutoSplit, part_shape
+from shardfn._core.leaves import NO_LEAF, Names
 from shardfn._core.moves import AllGather, Move, moves_of
-from shardfn._core.phases import BACKWARD, FORWARD, UPDATE, Pass
+from shardfn._core.phases import Pass
 from shardfn._core.quantized import Quantized
 from shardfn._core.reasons import Cause, Note
 from shardfn._core.sharding import Axes, Sharding, Split
@@ -137,10 +137,86 @@ class Apply:
 Step = Reshard | Apply
 
 
-def reads(step: Step) -> tuple[Ref, ...]:
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Copies `source` between the memories of a device and its host.
+
+    Attributes:
+      source: the version that is copied.
+      result: the version it makes.
+      memory: where that is.
+      shape: global shape of the value.
+      sharding: its sharding, before and after.
+      dtype: name of its dtype.
+      itemsize: bytes per element.
+      during: the pass that it is part of.
+      leaf: the names of the state leaves that it is for.
+      after: what is copied waits for this version to exist.
+    """
+
+    source: Ref
+    result: Ref
+    memory: str
+    shape: tuple[int, ...]
+    sharding: Sharding
+    dtype: str
+    itemsize: int
+    during: Pass
+    leaf: Names = NO_LEAF
+    after: Ref | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLoop:
+    """Runs steps block by block of dimension `dim`, so that a device holds a block of
+    what the host's memory holds.
+
+    Attributes:
+      steps: pointwise operations, and copies from and to the host's memory.
+      shape: global shape of all values but scalars.
+      sharding: their sharding.
+      dim: the dimension.
+      blocks: how many each device's part is cut into.
+      sliced: versions from outside of which each iteration reads a block; what it reads
+        of others, it reads whole.
+      made: versions that leave, block by block.
+      into: per made version, the one in whose place it is written; None for none.
+      reads: all versions from outside, `sliced` and `into` among them.
+    """
+
+    steps: "tuple[Apply | Transfer, ...]"
+    shape: tuple[int, ...]
+    sharding: Sharding
+    dim: int
+    blocks: int
+    sliced: tuple[Ref, ...]
+    made: tuple[Ref, ...]
+    into: tuple[Ref | None, ...]
+    reads: tuple[Ref, ...]
+
+
+HostStep = Transfer | BlockLoop
+
+
+@dataclass(frozen=True, slots=True)
+class HostSchedule:
+    """What a plan runs where leaves of the state live in the host's memory.
+
+    Attributes:
+      steps: the plan's steps, some in block loops, and copies between the memories.
+      outputs: what is returned, copies in place of what has to leave for the host.
+    """
+
+    steps: tuple[Step | HostStep, ...]
+    outputs: tuple[Ref | None, ...]
+
+
+def reads(step: Step | HostStep) -> tuple[Ref, ...]:
     """The versions that a step reads."""
+    if isinstance(step, BlockLoop):
+        return step.reads
     waits = () if step.after is None else (step.after,)
-    if isinstance(step, Reshard):
+    if isinstance(step, Reshard | Transfer):
         return (step.source, *waits)
     known = (ref for ref in step.operands if ref is not None)
     return (*known, *step.imports, *waits)
@@ -169,6 +245,9 @@ class BodyPlan:
       output_shardings: its shardings.
       imports: versions that come in besides the arguments.
       exports: versions that are handed out besides the outputs.
+      on_host: arguments that arrive in the host's memory; the outputs of the same
+        positions leave there.
+      host: what is run in place of the steps if there are any.
     """
 
     inputs: tuple[Sharding, ...]
@@ -177,6 +256,15 @@ class BodyPlan:
     output_shardings: tuple[Sharding, ...]
     imports: tuple[Ref, ...] = ()
     exports: tuple[Ref, ...] = ()
+    on_host: frozenset[int] = frozenset()
+    host: HostSchedule | None = None
+
+    @property
+    def run(self) -> tuple[tuple[Step | HostStep, ...], tuple[Ref | None, ...]]:
+        """The steps and outputs that are run."""
+        if self.host is not None:
+            return self.host.steps, self.host.outputs
+        return self.steps, self.outputs
 
     @property
     def falls_back(self) -> bool:
@@ -199,85 +287,9 @@ class Ahead:
     part: BodyPlan
 
 
-def together(steps: Sequence[Step], index: int) -> tuple[Reshard, ...]:
-    """The moves that are one with the move at `index`, the first of them; none if an
-    earlier one is the first."""
-    first = steps[index]
-    assert isinstance(first, Reshard)
-    if first.together is None:
-        return (first,)
-    found = [first]
-    for step in steps[index + 1 :]:
-        if not isinstance(step, Reshard) or step.together != first.result:
-            break
-        found.append(step)
-    return tuple(found) if first.together == first.result else ()
-
-
-def without_moves(body: BodyPlan, instead: Mapping[Ref, Ref]) -> BodyPlan:
-    """`body` without the moves that make some versions, each replaced by another."""
-
-    def name(ref: Ref) -> Ref:
-        return instead.get(ref, ref)
-
-    return replace(
-        body,
-        steps=tuple(
-            reading(step, name)
-            for step in body.steps
-            if isinstance(step, Apply) or step.result not in instead
-        ),
-        outputs=tuple(None if ref is None else name(ref) for ref in body.outputs),
-        exports=tuple(map(name, body.exports)),
-    )
-
-
-def fresh(body: BodyPlan, value: int) -> Ref:
-    """A version of `value` that `body` does not have yet."""
-    refs = list(body.imports)
-    for step in body.steps:
-        refs += [step.result] if isinstance(step, Reshard) else step.exports
-    versions = (ref.version for ref in refs if ref.value == value)
-    return Ref(value, max(versions, default=0) + 1)
-
-
 Place = tuple[int, ...]
 """Which body of a plan: node and body index of each that it is in, outermost
 first."""
-
-
-def line_name(place: Place, result: Ref, move: int) -> str:
-    """The name scope of one move of the `Reshard` in body `place` that makes `result`.
-
-    Compilers keep it in the metadata of the collective that they make of the move, so a
-    compiled program can be read back line by line, and a profile too.
-    """
-    return "shardfn." + ".".join(map(str, (*place, result.value, result.version, move)))
-
-
-def line_names(text: str) -> frozenset[str]:
-    """The names in the metadata of a compiled operation, which may stand for several
-    moves."""
-    return frozenset(re.findall(r"\bshardfn(?:\.\d+)+", text))
-
-
-REPEATED = "repeated"
-"""What rematerialization runs again."""
-
-
-def phase_name(phase: str) -> str:
-    """The name scope of operations in a phase, which compilers keep, too."""
-    return f"shardfn_{phase}"
-
-
-def phase_in(text: str) -> str:
-    """The phase in the metadata of a compiled operation, of the innermost body that it
-    is in; "" if there is none."""
-    found = re.findall(rf"\bshardfn_({'|'.join(_PHASES)})\b", text)
-    return found[-1] if found else ""
-
-
-_PHASES = (FORWARD, BACKWARD, UPDATE, REPEATED)
 
 
 def communicating_moves(step: Reshard, axes: Axes) -> Iterator[tuple[int, Move]]:

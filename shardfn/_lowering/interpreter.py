@@ -7,8 +7,8 @@ there.
 """
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -18,22 +18,24 @@ from jax import lax
 
 from shardfn._core import compat
 from shardfn._core.barrier import barrier
+from shardfn._core.line_names import REPEATED, phase_name
+from shardfn._core.memories import HOST
 from shardfn._core.plan import (
-    REPEATED,
     Apply,
+    BlockLoop,
     BodyPlan,
     Place,
     Ref,
     Reshard,
-    phase_name,
-    reads,
-    together,
+    Transfer,
 )
 from shardfn._core.program import Node, Program, aval_of
-from shardfn._core.sharding import Axes, Sharding
+from shardfn._core.sharding import Axes, Sharding, local_shape
+from shardfn._core.step_order import last_uses, together
+from shardfn._lowering.block_loop import run_blocks, transfer
 from shardfn._lowering.control_flow import ControlFlow, typed
 from shardfn._lowering.extremum_jvp import Extreme
-from shardfn._lowering.operations import is_picked, run_op
+from shardfn._lowering.operations import Cut, is_picked, run_op
 from shardfn._lowering.reshards import move_along, move_together
 
 Arrays = Sequence[jax.Array]
@@ -88,32 +90,36 @@ class _Run:
     literals: dict[Any, jax.Array] = field(default_factory=dict)
     extremes: dict[Ref, Extreme] = field(default_factory=dict)
     picked: set[Ref] = field(default_factory=set)
+    cut: Cut | None = None
 
     def run(self, args: Arrays) -> list[jax.Array]:
         program = self.program
         self.constants()
         inputs = (*map(Ref, program.inputs), *self.plan.imports)
         self.env.update(zip(inputs, args, strict=True))
-        last_use = _last_uses(self.plan)
-        for index, step in enumerate(self.plan.steps):
+        steps, leaving = self.plan.run
+        last_use = last_uses(steps, (*leaving, *self.plan.exports))
+        for index, step in enumerate(steps):
             if isinstance(step, Reshard):
                 self.reshard(index)
+            elif isinstance(step, BlockLoop):
+                self.loop(step)
             else:
-                self.apply(step, program.nodes[step.node])
+                self.follow(step)
             for ref in last_use.get(index, ()):
                 self.env.pop(ref, None)
-        outputs = [
-            self.typed(self.read(ref, atom), sharding, aval_of(program, atom).weak_type)
-            if hasattr(aval_of(program, atom), "weak_type")
-            else self.read(ref, atom)
-            for ref, atom, sharding in zip(
-                self.plan.outputs,
-                program.outputs,
-                self.plan.output_shardings,
-                strict=True,
-            )
-        ]
+        outputs = [self.output(j) for j in range(len(program.outputs))]
         return [*outputs, *(self.env[ref] for ref in self.plan.exports)]
+
+    def output(self, j: int) -> jax.Array:
+        """What is returned in place `j`, of the type that the program gives it. What
+        lives on the host has it: nothing but copies may touch it there."""
+        atom = self.program.outputs[j]
+        x = self.read(self.plan.run[1][j], atom)
+        weak = getattr(aval_of(self.program, atom), "weak_type", None)
+        if weak is None or j in self.plan.on_host:
+            return x
+        return self.typed(x, self.plan.output_shardings[j], weak)
 
     def constants(self) -> None:
         self.env.update((Ref(v), jnp.asarray(c)) for v, c in self.program.constants)
@@ -160,7 +166,7 @@ class _Run:
 
     def reshard(self, index: int) -> None:
         """The move of step `index`, or all that are one with it."""
-        steps = together(self.plan.steps, index)
+        steps = together(self.plan.run[0], index)
         blocks = [self.tied(step) for step in steps]
         if len(steps) > 1:
             moved = move_together(steps, blocks, self.place, self.axes)
@@ -169,9 +175,9 @@ class _Run:
             (step,) = steps
             self.env[step.result] = self.moved(step, blocks[0])
             if step.leaves_part:
-                self.cut(step)
+                self.cut_off(step)
 
-    def cut(self, step: Reshard) -> None:
+    def cut_off(self, step: Reshard) -> None:
         """Lets nothing use a whole value before the part of it that stays is cut off:
         a compiler that cuts late keeps the whole until then."""
         both = self.env[step.source], self.env[step.result]
@@ -209,6 +215,43 @@ class _Run:
             x = extreme.reduced(x, functools.partial(run, 0, reduces))
         return run(reduces, count, x)
 
+    # Memories
+
+    def follow(self, step: Apply | Transfer) -> None:
+        """An equation, or a copy between the memories."""
+        if isinstance(step, Apply):
+            return self.apply(step, self.program.nodes[step.node])
+        x = self.env[step.source]
+        if step.after is not None:
+            x, self.env[step.after] = barrier(x, self.env[step.after])
+        if step.memory == HOST:
+            x = compat.with_weak_type(
+                x, self.program.avals[step.source.value].weak_type
+            )
+        with jax.named_scope(phase_name(step.during.phase)):
+            self.env[step.result] = transfer(step, x, self.axes)
+
+    def loop(self, loop: BlockLoop) -> None:
+        """The steps of a loop, on blocks."""
+        shape = local_shape(loop.shape, loop.sharding, self.axes)
+        cut = Cut(loop.dim, loop.blocks)
+
+        def run(blocks: Mapping[Ref, jax.Array]) -> Mapping[Ref, jax.Array]:
+            inner = replace(self, env=dict(blocks), literals={}, cut=cut)
+            for step in loop.steps:
+                inner.follow(step)
+            return inner.env
+
+        dtypes = {ref: self.program.avals[ref.value].dtype for ref in loop.made}
+        empty = {
+            ref: self.typed(jnp.zeros(shape, dtypes[ref]), loop.sharding)
+            for ref, old in zip(loop.made, loop.into, strict=True)
+            if old is None
+        }
+        given = {ref: self.env[ref] for ref in loop.reads}
+        made = run_blocks(loop, given, empty, run)
+        self.env.update(zip(loop.made, made, strict=True))
+
     # Equations
 
     def apply(self, step: Apply, node: Node) -> None:
@@ -238,7 +281,9 @@ class _Run:
         self.env.update(zip(step.exports, results[count:], strict=True))
 
     def op(self, step: Apply, node: Node, operands: Arrays) -> Arrays:
-        results, extreme = run_op(self.program, step, node, operands, self.axes)
+        results, extreme = run_op(
+            self.program, step, node, operands, self.axes, self.cut
+        )
         if extreme is not None:
             self.extremes[Ref(node.outputs[0])] = extreme
         if is_picked(step, node):
@@ -256,17 +301,3 @@ class _Run:
             emit=emit,
             emit_part=_emit_part,
         )
-
-
-def _last_uses(plan: BodyPlan) -> dict[int, list[Ref]]:
-    """Per step, the versions that nothing after it reads."""
-    last: dict[Ref, int] = {}
-    for index, step in enumerate(plan.steps):
-        last.update((ref, index) for ref in reads(step))
-    for ref in (*plan.outputs, *plan.exports):
-        if ref is not None:
-            last.pop(ref, None)
-    out: dict[int, list[Ref]] = {}
-    for ref, index in last.items():
-        out.setdefault(index, []).append(ref)
-    return out

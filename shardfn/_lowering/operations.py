@@ -7,6 +7,7 @@ local results. Padding along what is reduced counts as the reduction's neutral v
 import functools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -31,10 +32,37 @@ from shardfn.storage._padding import is_inside
 Arrays = Sequence[jax.Array]
 
 
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How local values are cut into blocks: along `dim`, into so many."""
+
+    dim: int
+    blocks: int
+
+    def of(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of a block."""
+        rows = shape[self.dim] // self.blocks
+        return (*shape[: self.dim], rows, *shape[self.dim + 1 :])
+
+
 def run_op(
-    program: Program, step: Apply, node: Node, operands: Arrays, axes: Axes
+    program: Program,
+    step: Apply,
+    node: Node,
+    operands: Arrays,
+    axes: Axes,
+    cut: Cut | None = None,
 ) -> tuple[Arrays, Extreme | None]:
     """Evaluates an equation.
+
+    Args:
+      program: the step.
+      step: what the plan says of the equation.
+      node: the equation.
+      operands: local operands.
+      axes: the mesh axes.
+      cut: how the operands of a pointwise operation are cut, if they are blocks of
+        what the plan says.
 
     Returns:
       Its local results, and how the first is reduced over devices if it is a maximum
@@ -46,6 +74,8 @@ def run_op(
     if rule is None:
         return _run_whole(node, operands), None
     local = _local_op(program, step, node, rule, axes)
+    if cut is not None:
+        local = replace(local, result_shapes=tuple(map(cut.of, local.result_shapes)))
     operands = [
         _masked(local, dims, x, aval_of(program, atom).shape)
         for dims, x, atom in zip(rule.operands, operands, node.inputs, strict=True)

@@ -35,6 +35,8 @@ class StepFacts:
       auto_inputs: how automatic mesh axes split each argument of that.
       auto_outputs: how they split each result.
       program: the jaxpr as a program, if it was made before.
+      on_host: arguments that arrive in the host's memory, and the results of the same
+        positions, which leave there.
     """
 
     arguments: Sequence[Argument]
@@ -42,6 +44,7 @@ class StepFacts:
     auto_inputs: Sequence[AutoSplit]
     auto_outputs: Sequence[AutoSplit]
     program: Program | None = None
+    on_host: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +153,7 @@ class _Planner:
             body = split_automatically(
                 program, body, self.facts.auto_inputs, self.facts.auto_outputs
             )
+            body = replace(body, on_host=self.facts.on_host)
         observe("propagate", program, body)
         return program, schedule(program, body, control, axes, observe)
 

@@ -15,7 +15,8 @@ from jax import lax
 
 from shardfn._core import compat
 from shardfn._core.automatic_axes import auto_names, auto_spec
-from shardfn._core.plan import Place, Reshard, line_name
+from shardfn._core.line_names import line_name
+from shardfn._core.plan import Place, Reshard
 from shardfn._core.sharding import Axes
 from shardfn._lowering.joined_collectives import run_together
 from shardfn._lowering.quantize import pack, unpack

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field, replace
 from typing import TypeGuard
 
 from shardfn._core.limits import CHAINED_BYTES
-from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step, fresh
+from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step
 from shardfn._core.program import Node, Program, mixes_passes
 from shardfn._core.reasons import Note, noted
 from shardfn._core.sharding import Split
 from shardfn._schedule.bodies import inside
+from shardfn._schedule.versions import fresh
 from shardfn._schedule.wire_dtypes import sums_gradient
 
 WAITS = Note(

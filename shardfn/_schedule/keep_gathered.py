@@ -14,12 +14,13 @@ from dataclasses import dataclass, replace
 
 from shardfn._core.control import Control
 from shardfn._core.phases import FORWARD
-from shardfn._core.plan import BodyPlan, Ref, Reshard, Step, fresh, without_moves
+from shardfn._core.plan import BodyPlan, Ref, Reshard, Step
 from shardfn._core.program import Program
 from shardfn._core.quantized import Quantized
 from shardfn._core.reasons import Note, noted
 from shardfn._core.sharding import Sharding, Split, on_axis
 from shardfn._schedule.value_origins import Origin, Scope, depth_of
+from shardfn._schedule.versions import fresh, without_moves
 
 StepPath = tuple[int, ...]
 """Indices of the steps that hold a step, and of the step itself."""

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field, replace
 from shardfn._core.control import Control
 from shardfn._core.leaves import Names
 from shardfn._core.phases import UPDATE
-from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step, fresh, reads
+from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step, reads
 from shardfn._core.program import Node, Program, mixes_passes
 from shardfn._core.reasons import Note, noted
 from shardfn._core.sharding import Sharding, Split
 from shardfn._schedule.bodies import inside
+from shardfn._schedule.versions import fresh
 
 
 def limit_all_gathers(program: Program, body: BodyPlan, control: Control) -> BodyPlan:

@@ -14,9 +14,10 @@ from dataclasses import replace
 
 from shardfn._core.control import Control
 from shardfn._core.limits import LOOP_BYTES
-from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step, reads, without_moves
+from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step, reads
 from shardfn._core.program import Program, mixes_passes
 from shardfn._core.reasons import Note, noted
+from shardfn._schedule.versions import without_moves
 
 EQUAL = Note("loop_invariants", "left the loop: it is the same in every iteration")
 CALLED = Note("loop_invariants", "left the function with a derivative of its own")

@@ -17,6 +17,7 @@ from shardfn._schedule.backward_liveness import shorten_lifetimes
 from shardfn._schedule.bodies import inside
 from shardfn._schedule.bucket import bucket
 from shardfn._schedule.chain_reduce_scatters import chain_reduce_scatters
+from shardfn._schedule.host_transfers import host_transfers
 from shardfn._schedule.keep_gathered import keep_gathered
 from shardfn._schedule.limit_all_gathers import limit_all_gathers
 from shardfn._schedule.loop_invariants import hoist
@@ -110,6 +111,9 @@ PASSES = (
     ),
     SchedulePass(
         "backward_liveness", lambda p, b, control, axes: shorten_lifetimes(p, b, axes)
+    ),
+    SchedulePass(
+        "host_transfers", lambda p, b, control, axes: host_transfers(p, b, axes)
     ),
 )
 """What `schedule` runs, in this order. `share_gathers` also moves constants out of

@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from shardfn._core.control import Control
-from shardfn._core.plan import Ahead, Apply, BodyPlan, Ref, Reshard, Step, fresh, reads
+from shardfn._core.plan import Ahead, Apply, BodyPlan, Ref, Reshard, Step, reads
 from shardfn._core.program import Program
 from shardfn._core.reasons import Note, noted
 from shardfn._core.regions import span
+from shardfn._schedule.versions import fresh
 
 
 def prefetch(program: Program, body: BodyPlan, control: Control) -> BodyPlan:

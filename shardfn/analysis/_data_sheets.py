@@ -29,6 +29,8 @@ class Target:
         links together; it receives as much at the same time.
       network_bandwidth: bytes per second per device and direction between hosts that no
         such link connects.
+      host_bandwidth: bytes per second and direction between a device and its host.
+      host_memory: bytes of the host's memory per device.
     """
 
     name: str
@@ -40,6 +42,8 @@ class Target:
     memory_bandwidth: float
     link_bandwidth: float
     network_bandwidth: float
+    host_bandwidth: float
+    host_memory: int
 
     def matmul_rate(self, dtype: str) -> float:
         """Peak FLOP/s of matmuls at JAX's default precision.
@@ -82,29 +86,42 @@ class Target:
 
 
 def _chip(
-    flops: float, memory: int, bandwidth: float, link: float, network: float
+    flops: float,
+    memory: int,
+    bandwidth: float,
+    link: float,
+    network: float,
+    host: tuple[float, int],
 ) -> Target:
-    return Target("", "", "", 0, flops, memory, bandwidth, link, network)
+    return Target("", "", "", 0, flops, memory, bandwidth, link, network, *host)
 
 
-# GPUs: NVIDIA's data sheets, whose NVLink rates are the sum of both directions and
-# whose rates marked "with sparsity" are twice the dense ones. Networks: the NIC per
-# GPU in the data sheet of that generation's DGX.
+# GPUs: NVIDIA's data sheets, whose NVLink and PCIe rates are the sum of both directions
+# and whose rates marked "with sparsity" are twice the dense ones. Networks, and an
+# eighth of the host's memory: the data sheet of that generation's DGX.
 # TPUs: docs.cloud.google.com/tpu/docs/{v5e,v5p,v6e}, whose ICI rates in GBps sum up
-# both directions. Data-centre networks there are per host of 8 chips or per chip.
+# both directions, and whose memory of a host or virtual machine is shared by 8 chips,
+# or 4 of v5p. Data-centre networks there are per host of 8 chips or per chip. PCIe:
+# jax-ml.github.io/scaling-book/tpus, 16 GB/s for most TPUs and 32 GB/s for v6e.
 DATA_SHEETS = {
-    # A100 80GB SXM: 312 TFLOPS, 80 GB, 2,039 GB/s, NVLink 600 GB/s; DGX A100 200 Gb/s.
-    "a100": _chip(312e12, 80 * GB, 2.039e12, 300e9, 25e9),
-    # H100 SXM: 1,979 TFLOPS sparse, 80 GB, 3.35 TB/s, 900 GB/s; DGX H100 400 Gb/s.
-    "h100": _chip(989.5e12, 80 * GB, 3.35e12, 450e9, 50e9),
-    # H200 SXM: 1,979 TFLOPS sparse, 141 GB, 4.8 TB/s, 900 GB/s; DGX H200 400 Gb/s.
-    "h200": _chip(989.5e12, 141 * GB, 4.8e12, 450e9, 50e9),
-    # DGX B200, eighth parts: 36 PFLOPS sparse, 1,440 GB, 64 TB/s, 14.4 TB/s; 400 Gb/s.
-    "b200": _chip(2.25e15, 180 * GB, 8e12, 900e9, 50e9),
-    # v5e: 197 TFLOPs, 16 GB, 819 GBps, ICI 1600 Gbps each way, 2 x 100 Gbps per host.
-    "v5e": _chip(197e12, 16 * GB, 819e9, 200e9, 3.125e9),
-    # v5p: 459 TFLOPs, 95 GiB, 2765 GBps, ICI 1200 GBps, DCN 50 Gbps per chip.
-    "v5p": _chip(459e12, 95 * 2**30, 2.765e12, 600e9, 6.25e9),
-    # v6e: 918 TFLOPs, 32 GB, 1600 GBps, ICI 800 GBps, 4 x 200 Gbps per host.
-    "v6e": _chip(918e12, 32 * GB, 1.6e12, 400e9, 12.5e9),
+    # A100 80GB SXM: 312 TFLOPS, 80 GB, 2,039 GB/s, NVLink 600 GB/s, PCIe 64 GB/s;
+    # DGX A100 200 Gb/s, 2 TB.
+    "a100": _chip(312e12, 80 * GB, 2.039e12, 300e9, 25e9, (32e9, 256 * GB)),
+    # H100 SXM: 1,979 TFLOPS sparse, 80 GB, 3.35 TB/s, 900 GB/s, PCIe 128 GB/s;
+    # DGX H100 400 Gb/s, 2 TB.
+    "h100": _chip(989.5e12, 80 * GB, 3.35e12, 450e9, 50e9, (64e9, 256 * GB)),
+    # H200 SXM: 1,979 TFLOPS sparse, 141 GB, 4.8 TB/s, 900 GB/s, PCIe 128 GB/s;
+    # DGX H200 400 Gb/s, 2 TB.
+    "h200": _chip(989.5e12, 141 * GB, 4.8e12, 450e9, 50e9, (64e9, 256 * GB)),
+    # DGX B200, eighth parts: 36 PFLOPS sparse, 1,440 GB, 64 TB/s, 14.4 TB/s; 400 Gb/s,
+    # 2 TB; PCIe of the fifth generation as H100's.
+    "b200": _chip(2.25e15, 180 * GB, 8e12, 900e9, 50e9, (64e9, 256 * GB)),
+    # v5e: 197 TFLOPs, 16 GB, 819 GBps, ICI 1600 Gbps each way, 2 x 100 Gbps per host
+    # of 512 GiB.
+    "v5e": _chip(197e12, 16 * GB, 819e9, 200e9, 3.125e9, (16e9, 64 * 2**30)),
+    # v5p: 459 TFLOPs, 95 GiB, 2765 GBps, ICI 1200 GBps, DCN 50 Gbps per chip; 448 GB.
+    "v5p": _chip(459e12, 95 * 2**30, 2.765e12, 600e9, 6.25e9, (16e9, 112 * GB)),
+    # v6e: 918 TFLOPs, 32 GB, 1600 GBps, ICI 800 GBps, 4 x 200 Gbps per host of
+    # 1536 GiB.
+    "v6e": _chip(918e12, 32 * GB, 1.6e12, 400e9, 12.5e9, (32e9, 192 * 2**30)),
 }

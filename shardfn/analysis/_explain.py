@@ -15,6 +15,7 @@ from shardfn._core.program import Node
 from shardfn._core.sharding import Axes
 from shardfn.analysis._text import shape_text, size_text
 from shardfn.analysis.collective import Collective
+from shardfn.analysis.host_transfer import HostTransfer
 
 Operation = tuple[Node, tuple[tuple[str, int], ...]]
 """What a plan runs, and `(factor, mesh axis index)` for every factor that is split."""
@@ -49,10 +50,11 @@ def explain(
     collectives: Sequence[Collective],
     operations: Sequence[Operation],
     axes: Axes,
+    transfers: Sequence[HostTransfer] = (),
 ) -> str:
     """What a plan says of the leaves, or of the user's line, that `pattern` names."""
     found = [leaf for leaf in leaves if matches(leaf.name, pattern)]
-    blocks = [_leaf_text(leaf, collectives) for leaf in found]
+    blocks = [_leaf_text(leaf, collectives, transfers) for leaf in found]
     if not blocks:
         lines = [line for line in collectives if _is_at(line, pattern)]
         blocks = [_line_text(line) for line in lines]
@@ -79,14 +81,22 @@ def _staying(
         yield "\n".join([f"{place}: {moves}", *texts])
 
 
-def _leaf_text(leaf: LeafLayout, collectives: Sequence[Collective]) -> str:
+def _leaf_text(
+    leaf: LeafLayout,
+    collectives: Sequence[Collective],
+    transfers: Sequence[HostTransfer],
+) -> str:
     moves = [
         line for line in collectives if any(leaf.name in w.names for w in line.why)
     ]
+    copies = [f"  {t}" for t in transfers if t.path == leaf.name]
+    if not moves and copies:
+        return "\n".join([str(leaf), *copies])
     if not moves:
         stays = "nothing moves it: every operation takes it as it is stored"
         return f"{leaf}\n  {stays}"
-    return "\n".join([str(leaf), *(_indented(_line_text(m, leaf.name)) for m in moves)])
+    lines = (_indented(_line_text(m, leaf.name)) for m in moves)
+    return "\n".join([str(leaf), *copies, *lines])
 
 
 def _line_text(line: Collective, leaf: str = "") -> str:

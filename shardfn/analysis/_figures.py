@@ -7,6 +7,7 @@ which `Report` prints and the page draws.
 from dataclasses import dataclass, field
 from typing import Any
 
+from shardfn._core.memories import DEVICE, HOST
 from shardfn.analysis._data_sheets import Target
 from shardfn.analysis._flops import Flops
 from shardfn.analysis._hlo.timeline import Timeline
@@ -24,6 +25,7 @@ class StoredLeaf:
       dtype: its dtype.
       bytes: on one device, padding included.
       split: whether devices hold parts of it.
+      memory: the memory that stores it: "device" or "host".
     """
 
     name: str
@@ -31,6 +33,7 @@ class StoredLeaf:
     dtype: str
     bytes: int
     split: bool
+    memory: str = DEVICE
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,8 @@ class Memory:
       aliased: outputs that are written over donated arguments.
       temporary: peak of everything else while the step runs.
       code: of the program.
+      host_arguments: state in the host's memory, which new state is written over.
+      host_temporary: what else the step takes there.
     """
 
     arguments: int
@@ -50,6 +55,8 @@ class Memory:
     aliased: int
     temporary: int
     code: int
+    host_arguments: int = 0
+    host_temporary: int = 0
 
     @property
     def peak(self) -> int:
@@ -86,8 +93,24 @@ class Figures:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of the state on one device."""
-        return sum(leaf.bytes for leaf in self.state)
+        """Bytes of the state in the memory of one device."""
+        return sum(leaf.bytes for leaf in self.state if leaf.memory == DEVICE)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the state in the host's memory, for one device."""
+        return sum(leaf.bytes for leaf in self.state if leaf.memory == HOST)
+
+    @property
+    def host_seconds(self) -> float:
+        """Copies from and to the host alone; both directions at the same time."""
+        most = max(self.timeline.copied(memory) for memory in (DEVICE, HOST))
+        return most / self.target.host_bandwidth
+
+    @property
+    def host_exposed_seconds(self) -> float:
+        """What the device waits for copies from and to the host."""
+        return self.timeline.host_exposed
 
     @property
     def fits(self) -> bool:

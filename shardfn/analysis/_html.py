@@ -15,8 +15,8 @@ from itertools import pairwise
 from typing import Any
 
 from shardfn._core.limits import PAGE_LEAVES, PAGE_POINTS
+from shardfn._core.line_names import line_names, phase_in
 from shardfn._core.moves import AllGather, AllReduce, ReduceScatter
-from shardfn._core.plan import line_names, phase_in
 from shardfn.analysis._columns import COLUMNS, checked_rows
 from shardfn.analysis._figures import Figures, StoredLeaf
 from shardfn.analysis._hlo.timeline import MATMUL, OTHER, WAIT, Span

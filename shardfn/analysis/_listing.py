@@ -14,6 +14,8 @@ from shardfn._core.automatic_axes import part_shape
 from shardfn._core.control import Control
 from shardfn._core.errors import where
 from shardfn._core.leaves import Leaf, Names, leaf_name, names_text
+from shardfn._core.line_names import line_name
+from shardfn._core.memories import HOST
 from shardfn._core.moves import AllGather
 from shardfn._core.phases import UPDATE
 from shardfn._core.plan import (
@@ -23,16 +25,16 @@ from shardfn._core.plan import (
     Ref,
     Reshard,
     communicating_moves,
-    line_name,
-    together,
 )
 from shardfn._core.program import Node, Program
 from shardfn._core.sharding import Axes, Sharding, Split
+from shardfn._core.step_order import together
 from shardfn.analysis._explain import LeafLayout, Operation
 from shardfn.analysis._live_runs import Runs, count_runs
 from shardfn.analysis._move_reason import Why
 from shardfn.analysis._replicated import work_of
 from shardfn.analysis.collective import Collective
+from shardfn.analysis.host_transfer import host_leaves, host_transfers
 from shardfn.analysis.plan import Plan
 
 Gathered = tuple[Names, int, int]
@@ -84,12 +86,14 @@ def make_plan(
         work=work_of(program, body, axes),
         notes=notes,
         operations=tuple(_operations(program, body)),
+        transfers=tuple(host_transfers(body, state, axes)),
+        on_host=host_leaves(state, body.inputs, axes),
         leaves=tuple(
             LeafLayout(
                 leaf_name(leaf.path),
                 tuple(leaf.aval.shape),
                 str(leaf.aval.dtype),
-                _stored_text(sharding, axes),
+                _stored_text(sharding, axes, leaf.memory),
                 why,
             )
             for leaf, (sharding, why) in zip(state, layouts, strict=False)
@@ -107,8 +111,8 @@ def _operations(program: Program, body: BodyPlan) -> Iterator[Operation]:
                 yield from _operations(*inner)
 
 
-def _stored_text(sharding: Sharding, axes: Axes) -> str:
-    """Over which axes a leaf is split."""
+def _stored_text(sharding: Sharding, axes: Axes, memory: str) -> str:
+    """Over which axes a leaf is split, and where it lives."""
     splits = [
         f"over {name} along dimension {s.dim}"
         if s.dim >= 0
@@ -116,7 +120,8 @@ def _stored_text(sharding: Sharding, axes: Axes) -> str:
         for name, s in zip(axes.names, sharding, strict=True)
         if isinstance(s, Split)
     ]
-    return f"stored split {', '.join(splits)}" if splits else "whole on every device"
+    text = f"stored split {', '.join(splits)}" if splits else "whole on every device"
+    return f"{text}, in the host's memory" if memory == HOST else text
 
 
 @dataclass(frozen=True, slots=True)

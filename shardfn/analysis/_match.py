@@ -17,8 +17,8 @@ import numpy as np
 
 from shardfn._core import compat
 from shardfn._core.limits import SAME_SIZE, SUBSET_BITS
+from shardfn._core.line_names import line_names
 from shardfn._core.moves import AllGather, AllReduce
-from shardfn._core.plan import line_names
 from shardfn._core.sharding import Axes
 from shardfn.analysis._hlo import HloCollective, read_collectives
 from shardfn.analysis._line_check import (

@@ -4,10 +4,19 @@ In: a program and its plan. Out: a line per step, what control flow runs indente
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from shardfn._core.errors import where
 from shardfn._core.leaves import names_text
-from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard
+from shardfn._core.plan import (
+    Apply,
+    BlockLoop,
+    BodyPlan,
+    HostSchedule,
+    Ref,
+    Reshard,
+    Transfer,
+)
 from shardfn._core.program import Program
 from shardfn._core.sharding import Axes
 from shardfn.analysis._text import shape_text
@@ -20,7 +29,17 @@ def plan_lines(
     imports = "".join(f" {_name(ref)}" for ref in body.imports)
     if imports:
         yield f"{indent}imports{imports}"
-    for step in body.steps:
+    steps, outputs = body.run
+    for step in steps:
+        if isinstance(step, BlockLoop):
+            yield f"{indent}{step.blocks} blocks of dimension {step.dim}"
+            inner = HostSchedule(step.steps, ())
+            inner = replace(body, host=inner, imports=(), exports=step.made)
+            yield from plan_lines(program, inner, axes, f"{indent}    ")
+            continue
+        if isinstance(step, Transfer):
+            yield indent + _transfer(step)
+            continue
         if isinstance(step, Reshard):
             yield indent + _reshard(program, step, axes)
             continue
@@ -33,7 +52,7 @@ def plan_lines(
         for i, inner in enumerate(zip(node.bodies, step.bodies, strict=True)):
             yield f"{indent}  body {i}"
             yield from plan_lines(*inner, axes, f"{indent}    ")
-    made = (*(ref for ref in body.outputs if ref is not None), *body.exports)
+    made = (*(ref for ref in outputs if ref is not None), *body.exports)
     yield f"{indent}returns{''.join(f' {_name(ref)}' for ref in made)}"
 
 
@@ -45,6 +64,13 @@ def _reshard(program: Program, step: Reshard, axes: Axes) -> str:
     text += f" for {leaf}" if leaf else ""
     text += f" after {_name(step.after)}" if step.after else ""
     return text + (f" with {_name(step.together)}" if step.together else "")
+
+
+def _transfer(step: Transfer) -> str:
+    text = f"{_name(step.result)} = to_{step.memory} {_name(step.source)}"
+    text += f"  {step.during.phase} {step.dtype} {shape_text(step.shape)}"
+    text += f" for {names_text(step.leaf)}" if step.leaf else ""
+    return text + (f" after {_name(step.after)}" if step.after else "")
 
 
 def _apply(program: Program, step: Apply, axes: Axes) -> str:

@@ -4,7 +4,7 @@ In: the mesh axes, the steps, and every collective. Out: a frozen value that pri
 a table and can be held against a compiled program.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from jax.stages import Compiled
 
@@ -13,10 +13,12 @@ from shardfn._core.control import Control
 from shardfn._core.plan import BodyPlan
 from shardfn._core.sharding import Axes
 from shardfn.analysis._explain import LeafLayout, Operation, explain
+from shardfn.analysis._host_check import check_host
 from shardfn.analysis._match import verify
 from shardfn.analysis._replicated import Work
 from shardfn.analysis._tables import table
 from shardfn.analysis.collective import Collective
+from shardfn.analysis.host_transfer import HostTransfer, LeafOnHost, host_table
 from shardfn.analysis.verification import Verification
 
 
@@ -36,6 +38,9 @@ class Plan:
         is not used.
       leaves: how every leaf of the state is stored, and why.
       operations: what is run, and which factors of it are split.
+      transfers: every copy between the host's memory and the device's, in program
+        order.
+      on_host: the leaves of the state that live in the host's memory.
     """
 
     axes: Axes
@@ -48,6 +53,8 @@ class Plan:
     notes: tuple[str, ...] = field(default=(), compare=False)
     leaves: tuple[LeafLayout, ...] = field(default=(), compare=False, repr=False)
     operations: tuple[Operation, ...] = field(default=(), compare=False, repr=False)
+    transfers: tuple[HostTransfer, ...] = ()
+    on_host: tuple[LeafOnHost, ...] = ()
 
     @property
     def wire_bytes(self) -> int:
@@ -92,7 +99,8 @@ class Plan:
                 "Compile the step for devices whose compiler does, such as CPUs."
             )
         platform = "" if is_text else compat.platform_of(compiled)
-        return verify(self.collectives, self.axes, text, platform)
+        checked = verify(self.collectives, self.axes, text, platform)
+        return replace(checked, on_host=check_host(self.on_host, text))
 
     def explain(self, pattern: str) -> str:
         """Why leaves of the state, or the values of one line, move or stay.
@@ -124,10 +132,13 @@ class Plan:
             forward all_gather over data: 64x64 float32, 14.0 KiB sent, at ...
         """
         lines = self.collectives
-        return explain(pattern, self.leaves, lines, self.operations, self.axes)
+        return explain(
+            pattern, self.leaves, lines, self.operations, self.axes, self.transfers
+        )
 
     def __str__(self) -> str:
         lines = table(
             self.collectives, self.axes, self.parameter_bytes, self.control, self.work
         )
-        return "\n".join([lines, *self.notes])
+        copies = host_table(self.transfers)
+        return "\n".join([lines, *([f"\n{copies}"] if copies else []), *self.notes])

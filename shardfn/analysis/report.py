@@ -9,6 +9,7 @@ estimate: the schedule played at the rates of the vendors' data sheets.
 from dataclasses import dataclass
 
 from shardfn._core.limits import PREALLOCATED_SHARE
+from shardfn._core.memories import DEVICE, HOST
 from shardfn.analysis._figures import Figures
 from shardfn.analysis._html import page
 from shardfn.analysis._text import seconds_text, size_text
@@ -54,6 +55,11 @@ def _memory(report: Report) -> list[str]:
             f"of {size_text(target.memory)}: {verdict}",
         ),
     ]
+    if report.host_bytes:
+        taken = memory.host_arguments + memory.host_temporary
+        of = f"of {size_text(target.host_memory)} per device"
+        lines.append(_row("state in the host's memory", size_text(report.host_bytes)))
+        lines.append(_row("peak there", size_text(taken), of))
     if target.platform == "cuda" and memory.peak > PREALLOCATED_SHARE * target.memory:
         lines.append(
             f"  JAX takes {PREALLOCATED_SHARE:.0%} of a GPU's memory unless "
@@ -108,11 +114,24 @@ def _estimate(report: Report) -> list[str]:
             seconds_text(report.transfer_seconds),
             f"of which {seconds_text(report.exposed_seconds)} exposed",
         ),
+        *_host_link(report),
         _row("step", seconds_text(report.step_seconds), f"MFU {report.mfu:.0%}"),
     ]
     if not (report.verification.exact and flops.exact):
         lines.append("  loops without a known trip count are counted once")
     return lines
+
+
+def _host_link(report: Report) -> list[str]:
+    """What the step copies between the memories, if it does."""
+    copied = {m: report.timeline.copied(m) for m in (DEVICE, HOST)}
+    if not any(copied.values()):
+        return []
+    rate = f"{report.target.host_bandwidth / 1e9:.4g} GB/s"
+    sizes = f"{size_text(copied[DEVICE])} in and {size_text(copied[HOST])} out"
+    exposed = seconds_text(report.host_exposed_seconds)
+    note = f"{sizes} at {rate} each way; of the step, {exposed} wait for it"
+    return [_row("host link", seconds_text(report.host_seconds), note)]
 
 
 def _row(name: str, value: str, note: str = "") -> str:

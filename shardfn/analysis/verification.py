@@ -26,16 +26,20 @@ class Verification:
       extra: compiled collectives that no line of the plan asks for.
       automatic: those over other axes of the mesh, which XLA makes and no plan has;
         bytes below are without them.
+      on_host: what of the host's memory is not as planned, a line for each.
     """
 
     lines: tuple[LineCheck, ...]
     extra: tuple[HloCollective, ...]
     automatic: tuple[HloCollective, ...] = ()
+    on_host: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
-        """Whether the program sends what the plan says, or less, and nothing else."""
-        return not self.extra and all(c.ok for c in self.lines)
+        """Whether the program sends what the plan says, or less, and nothing else, and
+        has in the host's memory what the plan has there."""
+        fits = not self.extra and not self.on_host
+        return fits and all(c.ok for c in self.lines)
 
     def having(self, *status: str) -> tuple[LineCheck, ...]:
         """The lines with one of these statuses.
@@ -82,6 +86,7 @@ class Verification:
         wrong = [c for c in self.lines if not c.ok]
         parts = [checked_table(wrong)] if wrong else []
         parts += [f"extra: {text}" for text in _extra(self.extra)]
+        parts += self.on_host
         return "\n".join([*parts, *_meanings(wrong)])
 
 
@@ -123,6 +128,7 @@ def totals_of(checked: Verification) -> list[str]:
         automatic = size_text(wire_bytes(checked.automatic))
         lines.append(f"beside it {automatic} over mesh axes that are left to XLA")
     lines += [f"extra: {text}" for text in _extra(checked.extra)]
+    lines += checked.on_host
     lines += _meanings(checked.lines)
     if not checked.exact:
         lines.append("loops without a known trip count are taken as the plan has them")

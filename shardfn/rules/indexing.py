@@ -81,7 +81,7 @@ def _filled(
 
 
 def _default_fill(dtype: Any) -> Any:
-    """What JAX gives for what lies outside, unless it is told what."""
+    """What JAX gives for what lies outside, unless a step says what."""
     if jnp.issubdtype(dtype, jnp.inexact):
         return np.nan
     if dtype == np.dtype(bool):

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from shardfn._core.limits import CHUNKS_PER_SHARD
 
@@ -90,6 +92,17 @@ def shards_here(aval: jax.ShapeDtypeStruct) -> list[tuple[Index, list[Any]]]:
         key = tuple((s.start, s.stop) for s in index or ())
         here.setdefault(key, []).append(device)
     return [(tuple(slice(*ends) for ends in key), on) for key, on in here.items()]
+
+
+def put_block(
+    block: np.ndarray, sharding: Sharding, devices: Sequence[Any]
+) -> list[jax.Array]:
+    """A block on some of the devices of a sharding, in the memory that it names."""
+    kind = sharding.memory_kind
+    return [
+        jax.device_put(block, SingleDeviceSharding(device, memory_kind=kind))
+        for device in devices
+    ]
 
 
 def size_of(box: Index) -> int:

@@ -18,11 +18,13 @@ from shardfn._core import compat, processes
 from shardfn._core.errors import call_site
 from shardfn._core.leaves import Leaf, leaf_name
 from shardfn._core.limits import FILLED_SHARE, READ_BYTES, SHOWN_LINES
+from shardfn._core.memories import DEVICE, memory_of, on_device
 from shardfn.storage._boxes import (
     Index,
     Shape,
     overlap,
     pieces,
+    put_block,
     shards_here,
     size_in,
     size_of,
@@ -168,19 +170,24 @@ def _read_leaf(
         return _filled(sources, shape, words, indices)
 
     together = limit // max(_shard_bytes(aval), 1)
-    if not together:
+    if not together and memory_of(sharding) == DEVICE:
         for index, devices in here:
             shards += in_slabs(words, index, devices, limit, filled)
     else:
+        together = max(together, 1)
         for start in range(0, len(here), together):
             part = here[start : start + together]
             blocks = filled([index for index, _ in part])
             for block, (_, devices) in zip(blocks, part, strict=True):
-                shards += [jax.device_put(block, d) for d in devices]
+                shards += put_block(block, sharding, devices)
             jax.block_until_ready(shards)  # the blocks are free when they are copied
     x = jax.make_array_from_single_device_arrays(words.shape, sharding, shards)
     x = from_words(x, aval.dtype)
-    return compat.with_weak_type(x, True) if leaf.aval.weak_type else x
+    return on_device(_weak, x) if leaf.aval.weak_type else x
+
+
+def _weak(x: jax.Array) -> jax.Array:
+    return compat.with_weak_type(x, True)
 
 
 def _filled(

@@ -21,7 +21,7 @@ from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals, Futur
 
 from shardfn._core import processes
 from shardfn._core.limits import CHUNK_BYTES, LEAVES_WRITTEN, SLABS_READ
-from shardfn.storage._boxes import Index, Shape, pieces, shards_here
+from shardfn.storage._boxes import Index, Shape, pieces, put_block, shards_here
 from shardfn.storage._padded_leaves import OnDevices, OnHost, copied
 
 CHECKSUM = [
@@ -170,7 +170,7 @@ async def _read(spec: ts.Spec, shape: Shape, stored: jax.ShapeDtypeStruct) -> ja
     shards = []
     for index, devices in shards_here(stored):
         block = await _block(array, shape, stored, index)
-        shards += [jax.device_put(block, device) for device in devices]
+        shards += put_block(block, sharding, devices)
         jax.block_until_ready(shards)  # `block` is free when it has been copied
     return jax.make_array_from_single_device_arrays(stored.shape, sharding, shards)
 

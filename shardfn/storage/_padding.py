@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from shardfn._core import compat
+from shardfn._core.memories import on_device
 from shardfn._core.sharding import Axes, Sharding, Split, flat, stored_shape, viewed
 
 
@@ -20,12 +21,16 @@ def to_stored(x: jax.Array, sharding: Sharding, axes: Axes) -> jax.Array:
     shape = stored_shape(x.shape, sharding, axes)
     if shape == x.shape:
         return x
-    for split in sharding:
-        if isinstance(split, Split):
-            x = x.reshape(viewed(x.shape, split.dim)[0])
-    pads = [(0, to - size) for size, to in zip(x.shape, shape, strict=True)]
-    with jax.transfer_guard("allow"):  # the zero comes from the host
+
+    def padded(x: jax.Array) -> jax.Array:
+        for split in sharding:
+            if isinstance(split, Split):
+                x = x.reshape(viewed(x.shape, split.dim)[0])
+        pads = [(0, to - size) for size, to in zip(x.shape, shape, strict=True)]
         return jnp.pad(x, pads)
+
+    with jax.transfer_guard("allow"):  # the zero comes from the host
+        return on_device(padded, x)
 
 
 def to_whole(x: jax.Array, shape: Sequence[int]) -> jax.Array:
@@ -35,8 +40,9 @@ def to_whole(x: jax.Array, shape: Sequence[int]) -> jax.Array:
     view = tuple(shape)
     if x.ndim < len(shape):
         view, _ = viewed(shape, flat(x.ndim - 1))
+    inside = tuple(slice(0, size) for size in view)
     with jax.transfer_guard("allow"):  # so do the starts
-        return x[tuple(slice(0, size) for size in view)].reshape(shape)
+        return on_device(lambda x: x[inside].reshape(shape), x)
 
 
 def whole_spec(

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from shardfn._core import compat
 from shardfn._core.limits import PRINTED_BYTES
+from shardfn._core.memories import is_on_host
 from shardfn.storage._boxes import pieces
 from shardfn.storage._mesh_context import automatic, on_mesh_of
 from shardfn.storage._padding import to_whole, whole_spec
@@ -225,7 +226,7 @@ def put_together(x: Any, shape: tuple[int, ...], sharding: NamedSharding) -> jax
     untyped = automatic(sharding.mesh)
     with compat.evaluating():
         # Parts of a dimension have no type on a mesh with explicit axes.
-        if untyped != sharding.mesh:
+        if untyped != sharding.mesh or is_on_host(x):
             x = jax.device_put(x, NamedSharding(untyped, x.sharding.spec))
         whole = _cut(shape, NamedSharding(untyped, sharding.spec))(x)
         return jax.device_put(whole, sharding)
@@ -243,7 +244,11 @@ def whole_sharding(
     sharding: NamedSharding, stored: tuple[int, ...], shape: tuple[int, ...]
 ) -> NamedSharding:
     """The sharding of a whole leaf whose stored array has another one."""
-    return NamedSharding(sharding.mesh, whole_spec(sharding.spec, stored, shape))
+    return NamedSharding(
+        sharding.mesh,
+        whole_spec(sharding.spec, stored, shape),
+        memory_kind=sharding.memory_kind,
+    )
 
 
 def _forwarded(name: str, attribute: Any) -> Any:

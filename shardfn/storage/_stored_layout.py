@@ -21,7 +21,8 @@ from shardfn._core.automatic_axes import (
     full_spec,
 )
 from shardfn._core.control import NOTHING_ASKED, Control
-from shardfn._core.leaves import Leaf
+from shardfn._core.leaves import Leaf, leaf_name
+from shardfn._core.memories import HOST, kind_of
 from shardfn._core.sharding import Axes, Sharding, stored_shape
 from shardfn.storage._layout import layouts
 from shardfn.storage._leaves import abstract, leaves_of
@@ -81,7 +82,7 @@ class StoredLayout:
         if compat.has_types(mesh):  # types name every dimension
             rank = len(stored_shape(leaf.aval.shape, sharding, self.axes))
             spec = PartitionSpec(*spec, *[None] * (rank - len(spec)))
-        return NamedSharding(mesh, spec)
+        return NamedSharding(mesh, spec, memory_kind=kind_of(leaf.memory))
 
     @property
     def current_mesh(self) -> Mesh:
@@ -110,9 +111,8 @@ class StoredLayout:
         refuse_shared(states)
         leaves, treedef = leaves_of(states, "state", self.auto_sizes)
         known = self.splits.get((treedef, _shapes(leaves)), [])
-        return _like_moments(
-            _split_as_known(jax.tree.leaves(states), leaves, known)
-        ), treedef
+        leaves = _like_moments(_split_as_known(jax.tree.leaves(states), leaves, known))
+        return tuple(map(self._in_memory, leaves)), treedef
 
     def made_leaves(self, made: Made) -> tuple[Leaf, ...]:
         """The leaves of a state that a function makes."""
@@ -121,7 +121,14 @@ class StoredLayout:
             Leaf(path, abstract(x, path, "state"), auto_split(x, x.shape, sizes))
             for path, x in zip(made.paths, made.leaves, strict=True)
         )
-        return _like_moments(list(leaves))
+        return tuple(map(self._in_memory, _like_moments(list(leaves))))
+
+    def _in_memory(self, leaf: Leaf) -> Leaf:
+        """A leaf of the state with the memory that stores it."""
+        aval, asked = leaf.aval, self.control.of(leaf_name(leaf.path)).offload
+        if asked != HOST or compat.is_key(aval.dtype):
+            return leaf
+        return replace(leaf, memory=HOST) if aval.size >= self.min_size else leaf
 
     def each(self, leaves: Sequence[Leaf]) -> list[tuple[Leaf, Sharding]]:
         return list(zip(leaves, self.partition(leaves), strict=True))

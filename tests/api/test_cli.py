@@ -262,8 +262,9 @@ GIVEN = {
     "batch_spec": P("data"),
     "donate": False,
     "per_device_state": (),
-    "verify": "off",  # needs a mesh, as the next and per_device_state
+    "verify": "off",  # needs a mesh, as the next two and per_device_state
     "compiler_options": None,
+    "offload": None,
     "reshard_after_forward": {"*": False},
     "gather_dtype": "bfloat16",
     "reduce_dtype": {"*": "bfloat16"},

@@ -12,7 +12,7 @@ import pytest
 from plan_helpers import Sharded, cpu_mesh, shard_fn, shard_gpt, walk
 from programs import gpt
 
-from shardfn._core.plan import phase_in
+from shardfn._core.line_names import phase_in
 
 pytestmark = pytest.mark.standard_promotion
 

@@ -238,3 +238,12 @@ from shardfn._core.compat.source_lines import (
 from shardfn._core.compat.source_lines import (
     summarize as summarize,
 )
+from shardfn._core.compat.topologies import (
+    lacks_memories as lacks_memories,
+)
+from shardfn._core.compat.topologies import (
+    lower_on as lower_on,
+)
+from shardfn._core.compat.topologies import (
+    without_devices as without_devices,
+)

@@ -1,0 +1,299 @@
+"""How leaves that live in the host's memory come to the device and go back.
+
+In: a plan that takes every leaf for one in the device's memory. Out: the same with
+copies between the memories: of whole leaves where an operation needs a whole one; block
+by block where only pointwise operations read a leaf and write the new one, as in an
+optimizer.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from shardfn._core.limits import HOST_BLOCK_BYTES
+from shardfn._core.memories import DEVICE, HOST
+from shardfn._core.phases import UPDATE, Pass
+from shardfn._core.plan import (
+    Apply,
+    BlockLoop,
+    BodyPlan,
+    HostSchedule,
+    HostStep,
+    Ref,
+    Reshard,
+    Step,
+    Transfer,
+    reading,
+    reads,
+)
+from shardfn._core.program import Program
+from shardfn._core.sharding import Axes, Sharding, local_shape, stored_shape
+from shardfn._schedule.host_clusters import Cluster, clusters_of, made_by
+
+
+def host_transfers(program: Program, body: BodyPlan, axes: Axes) -> BodyPlan:
+    """Puts the copies between the memories into a plan of a whole step.
+
+    Args:
+      program: the step.
+      body: its plan, scheduled.
+      axes: the mesh axes.
+
+    Returns:
+      The plan; the same where no leaf lives in the host's memory.
+    """
+    return _Placement(program, body, axes).placed() if body.on_host else body
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """Steps that stay next to each other, what they read from elsewhere, and make."""
+
+    steps: tuple[Step | HostStep, ...]
+    reads: frozenset[Ref]
+    makes: frozenset[Ref]
+
+    def then(self, other: "_Unit") -> "_Unit":
+        """Both, one after the other."""
+        steps, makes = (*self.steps, *other.steps), self.makes | other.makes
+        return _Unit(steps, self.reads | (other.reads - self.makes), makes)
+
+
+@dataclass(slots=True)
+class _Placement:
+    """A plan while copies are put into it.
+
+    Attributes:
+      program: the step.
+      body: its plan.
+      axes: the mesh axes.
+      host: the versions that arrive in the host's memory, and their shardings.
+      goals: those that leave there, the leaf that each replaces, and their shardings.
+      copies: per version and memory, the copy that it has there.
+      maker: per version, the index of the step that makes it.
+      readers: per version, the indices of the steps that read it.
+    """
+
+    program: Program
+    body: BodyPlan
+    axes: Axes
+    host: dict[Ref, Sharding] = field(default_factory=dict)
+    goals: dict[Ref, tuple[Ref, Sharding]] = field(default_factory=dict)
+    copies: dict[tuple[Ref, str], Ref] = field(default_factory=dict)
+    maker: dict[Ref, int] = field(default_factory=dict)
+    readers: dict[Ref, list[int]] = field(default_factory=dict)
+    versions: Iterator[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        program, body = self.program, self.body
+        for i in sorted(body.on_host):
+            self.host[Ref(program.inputs[i])] = body.inputs[i]
+        for j in sorted(body.on_host):
+            ref = body.outputs[j]
+            if ref is not None and ref not in self.host:
+                old = Ref(program.inputs[j])
+                self.goals.setdefault(ref, (old, body.output_shardings[j]))
+        for index, step in enumerate(body.steps):
+            self.maker.update((ref, index) for ref in made_by(program, step))
+            for ref in reads(step):
+                self.readers.setdefault(ref, []).append(index)
+        top = max((ref.version for ref in self.maker), default=0)
+        self.versions = itertools.count(top + 1)
+
+    def placed(self) -> BodyPlan:
+        """The plan with the copies."""
+        body = self.body
+        clusters = clusters_of(self.program, body, self.host)
+        last = {cluster.ops[-1]: cluster for cluster in clusters}
+        inside = {index for cluster in clusters for index in cluster.ops}
+        units: list[_Unit] = []
+        for index, step in enumerate(body.steps):
+            if index in last:
+                units.append(self.of_cluster(last[index]))
+            elif index not in inside:
+                unit = self.of_step(step)
+                first = step.together if isinstance(step, Reshard) else None
+                if first is not None and first not in made_by(self.program, step):
+                    unit = units.pop().then(unit)  # one with the moves before it
+                units.append(unit)
+        outputs = tuple(self.output(j, units) for j in range(len(body.outputs)))
+        known = {*map(Ref, self.program.inputs), *body.imports}
+        known |= {Ref(value) for value, _ in self.program.constants}
+        steps = tuple(_in_order(units, known))
+        return replace(body, host=HostSchedule(steps, outputs))
+
+    def output(self, j: int, units: list[_Unit]) -> Ref | None:
+        """What output `j` hands out: a copy, if it is in the other memory."""
+        ref, memory = self.body.outputs[j], HOST if j in self.body.on_host else DEVICE
+        if ref is None or (ref in self.host) == (memory == HOST):
+            return ref
+        if (ref, memory) not in self.copies:
+            units.append(self.unit([self.copy(ref, memory)]))
+        return self.copies[ref, memory]
+
+    def of_step(self, step: Step) -> _Unit:
+        """A step that needs whole leaves, behind the copies that it is the first to
+        need."""
+        copies: list[Step | HostStep] = [
+            self.copy(ref, DEVICE)
+            for ref in dict.fromkeys(reads(step))
+            if ref in self.host and (ref, DEVICE) not in self.copies
+        ]
+        here = reading(step, lambda ref: self.copies.get((ref, DEVICE), ref))
+        return self.unit([*copies, here])
+
+    def unit(self, steps: Sequence[Step | HostStep]) -> _Unit:
+        makes = frozenset(r for s in steps for r in made_by(self.program, s))
+        read = frozenset(r for s in steps for r in reads(s))
+        return _Unit(tuple(steps), read - makes, makes)
+
+    def copy(self, ref: Ref, memory: str) -> Transfer:
+        """The copy of a whole version, to be used by all that need it."""
+        step = self.transfer(ref, memory)
+        self.copies[ref, memory] = step.result
+        return step
+
+    def transfer(self, ref: Ref, memory: str, after: Ref | None = None) -> Transfer:
+        aval = self.program.avals[ref.value]
+        return Transfer(
+            source=ref,
+            result=Ref(ref.value, next(self.versions)),
+            memory=memory,
+            shape=tuple(aval.shape),
+            sharding=self.host[ref] if ref in self.host else self.goals[ref][1],
+            dtype=str(aval.dtype),
+            itemsize=aval.dtype.itemsize,
+            during=self.during(ref, memory),
+            leaf=self.program.leaf(
+                (self.goals[ref][0] if ref in self.goals else ref).value
+            ),
+            after=after,
+        )
+
+    def during(self, ref: Ref, memory: str) -> Pass:
+        """In which pass a version is copied: that of its first reader, or of what made
+        it."""
+        index = (
+            self.maker.get(ref) if memory == HOST else self.readers.get(ref, [None])[0]
+        )
+        step = None if index is None else self.body.steps[index]
+        if isinstance(step, Reshard):
+            return step.during
+        if isinstance(step, Apply):
+            return self.program.nodes[step.node].during
+        return Pass(UPDATE)
+
+    # Clusters
+
+    def of_cluster(self, cluster: Cluster) -> _Unit:
+        """A cluster: a loop over blocks, or its steps on whole leaves."""
+        shape, sharding = cluster.form
+        local = local_shape(shape, sharding, self.axes)
+        dim = next((d for d, n in enumerate(local) if n > 1), 0)
+        if stored_shape(shape, sharding, self.axes) != shape:
+            return self.unit(self.steps_of(cluster, self.made_last(cluster)))
+        blocks = self.blocks_of(cluster, local, dim)
+        if blocks == 1:
+            return self.unit(self.steps_of(cluster, self.made_last(cluster)))
+        steps = self.steps_of(cluster, None)
+        made = dict(self.leaving(cluster))
+        outside = (*cluster.read, *(ref for ref in made.values() if ref is not None))
+        loop = BlockLoop(
+            steps=tuple(steps),
+            shape=tuple(shape),
+            sharding=sharding,
+            dim=dim,
+            blocks=blocks,
+            sliced=tuple(r for r in cluster.read if self.is_large(r, cluster)),
+            made=tuple(made),
+            into=tuple(made.values()),
+            reads=tuple(dict.fromkeys(outside)),
+        )
+        return self.unit([loop])
+
+    def blocks_of(self, cluster: Cluster, local: Sequence[int], dim: int) -> int:
+        """Into how many blocks a device's part is cut: the least number that divides
+        its rows and leaves at most so many bytes in a block of the widest leaf."""
+        wide = max(
+            self.program.avals[ref.value].dtype.itemsize
+            for ref in (*cluster.read, *cluster.made)
+            if self.is_large(ref, cluster)
+        )
+        least, rows = -(-math.prod(local) * wide // HOST_BLOCK_BYTES), local[dim]
+        return next((k for k in range(1, rows) if k >= least and rows % k == 0), rows)
+
+    def steps_of(self, cluster: Cluster, after: Ref | None) -> list[Apply | Transfer]:
+        """The steps of a cluster, between the copies that it needs and those that it
+        makes."""
+        steps: list[Apply | Transfer] = [
+            self.transfer(ref, DEVICE, after)
+            for ref in cluster.read
+            if ref in self.host
+        ]
+        here = {
+            step.source: step.result for step in steps if isinstance(step, Transfer)
+        }
+        for index in cluster.ops:
+            op = reading(self.body.steps[index], lambda ref: here.get(ref, ref))
+            assert isinstance(op, Apply)
+            steps.append(op)
+        made = (
+            ref
+            for i in cluster.ops
+            for ref in made_by(self.program, self.body.steps[i])
+        )
+        return [*steps, *(self.copy(ref, HOST) for ref in made if ref in self.goals)]
+
+    def leaving(self, cluster: Cluster) -> Iterator[tuple[Ref, Ref | None]]:
+        """What leaves a cluster, and in whose place it is written: new leaves over the
+        old ones, others over what nothing else reads, leaves of the state first."""
+        inputs, ops = set(map(Ref, self.program.inputs)), set(cluster.ops)
+        outputs = {
+            ref for j, ref in enumerate(self.body.outputs) if j not in self.body.on_host
+        }
+        outputs |= {ref for ref in self.body.outputs if ref not in self.goals}
+
+        def is_read(ref: Ref) -> bool:
+            """Whether something outside of the cluster reads a version."""
+            return ref in outputs or not ops.issuperset(self.readers.get(ref, ()))
+
+        free = [r for r in cluster.read if self.is_large(r, cluster) and not is_read(r)]
+        free = [r for r in free if r not in self.host]
+        free.sort(key=lambda ref: ref not in inputs)
+        for index in cluster.ops:
+            for ref in made_by(self.program, self.body.steps[index]):
+                if ref in self.goals:
+                    yield self.copies[ref, HOST], self.goals[ref][0]
+                if is_read(ref):
+                    place = next((r for r in free if self.same_dtype(r, ref)), None)
+                    free = [r for r in free if r != place]
+                    yield ref, place
+
+    def made_last(self, cluster: Cluster) -> Ref | None:
+        """What a cluster waits for: of the large versions that it reads, the one made
+        last."""
+        large = [
+            r for r in cluster.read if r in self.maker and self.is_large(r, cluster)
+        ]
+        return max(large, key=lambda ref: self.maker[ref], default=None)
+
+    def is_large(self, ref: Ref, cluster: Cluster) -> bool:
+        return self.program.avals[ref.value].shape == cluster.form[0]
+
+    def same_dtype(self, ref: Ref, other: Ref) -> bool:
+        avals = self.program.avals
+        return avals[ref.value].dtype == avals[other.value].dtype
+
+
+def _in_order(units: Sequence[_Unit], known: set[Ref]) -> Iterator[Step | HostStep]:
+    """The steps, each unit where it stands or, if it needs what a later one makes,
+    behind that."""
+    waiting: list[_Unit] = []
+    for unit in units:
+        waiting.append(unit)
+        while ready := next((each for each in waiting if each.reads <= known), None):
+            waiting.remove(ready)
+            known |= ready.makes
+            yield from ready.steps
+    assert not waiting, f"steps that wait for each other: {waiting}"

@@ -1,0 +1,142 @@
+"""What a step copies between the host's memory and the device's, as people read it.
+
+In: a plan. Out: one `HostTransfer` per copy, and their table; what a compiled program
+has to have of it.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardfn._core.automatic_axes import part_shape
+from shardfn._core.leaves import Leaf, leaf_name, names_text
+from shardfn._core.memories import DEVICE, HOST
+from shardfn._core.plan import BlockLoop, BodyPlan, Transfer
+from shardfn._core.sharding import Axes, Sharding, local_shape
+from shardfn.analysis._text import join_columns, shape_text, size_text
+
+
+@dataclass(frozen=True, slots=True)
+class HostTransfer:
+    """One copy between the memories.
+
+    Attributes:
+      memory: where it goes to, "device" or "host".
+      phase: forward, backward or update.
+      shape: global shape.
+      dtype: name of the dtype.
+      bytes: that one device copies per step.
+      blocks: in how many parts; 1 if the device holds all of it at once.
+      dim: the dimension that is cut into parts.
+      path: the state leaf that it is for.
+    """
+
+    memory: str
+    phase: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    blocks: int
+    dim: int
+    path: str
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes that the device holds of it at once."""
+        return self.bytes // self.blocks
+
+    def __str__(self) -> str:
+        where = "to the host" if self.memory == HOST else "from the host"
+        text = f"{self.phase} copy {where}: {size_text(self.bytes)} per device"
+        if self.blocks == 1:
+            return f"{text}, in one piece"
+        return (
+            f"{text}, in {self.blocks} blocks of dimension {self.dim}, each of "
+            f"{size_text(self.block_bytes)} (limits.HOST_BLOCK_BYTES)"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LeafOnHost:
+    """A leaf of the state in the host's memory: its path, and what a device has of
+    it."""
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.path}, {self.dtype} {shape_text(self.shape)} per device"
+
+
+def host_transfers(
+    body: BodyPlan, state: Sequence[Leaf], axes: Axes
+) -> Iterator[HostTransfer]:
+    """The copies of a plan, in its order."""
+    autos = {leaf_name(leaf.path): leaf.auto or () for leaf in state}
+    for step in body.host.steps if body.host is not None else ():
+        if isinstance(step, Transfer):
+            yield _described(step, 1, 0, autos, axes)
+        elif isinstance(step, BlockLoop):
+            for inner in step.steps:
+                if isinstance(inner, Transfer):
+                    yield _described(inner, step.blocks, step.dim, autos, axes)
+
+
+def _described(
+    step: Transfer, blocks: int, dim: int, autos: Mapping[str, tuple], axes: Axes
+) -> HostTransfer:
+    auto = next((autos[name] for name in step.leaf if name in autos), ())
+    local = part_shape(local_shape(step.shape, step.sharding, axes), auto)
+    return HostTransfer(
+        memory=step.memory,
+        phase=step.during.phase,
+        shape=step.shape,
+        dtype=step.dtype,
+        bytes=math.prod(local) * step.itemsize,
+        blocks=blocks,
+        dim=dim,
+        path=names_text(step.leaf),
+    )
+
+
+def host_leaves(
+    state: Sequence[Leaf], stored: Sequence[Sharding], axes: Axes
+) -> tuple[LeafOnHost, ...]:
+    """The leaves of a state that live in the host's memory."""
+    return tuple(
+        LeafOnHost(
+            leaf_name(leaf.path),
+            str(leaf.aval.dtype),
+            part_shape(local_shape(leaf.aval.shape, sharding, axes), leaf.auto or ()),
+        )
+        for leaf, sharding in zip(state, stored, strict=False)
+        if leaf.memory == HOST
+    )
+
+
+def copied(transfers: Sequence[HostTransfer], memory: str) -> int:
+    """Bytes that each device copies to a memory per step."""
+    return sum(t.bytes for t in transfers if t.memory == memory)
+
+
+def host_table(transfers: Sequence[HostTransfer]) -> str:
+    """The copies as text: a row for each, then totals; "" if there are none."""
+    if not transfers:
+        return ""
+    header = ["phase", "copy to", "shape", "dtype", "in", "bytes", "for"]
+    rows = [
+        [
+            t.phase,
+            t.memory,
+            shape_text(t.shape),
+            t.dtype,
+            "one piece" if t.blocks == 1 else f"{t.blocks} blocks",
+            size_text(t.bytes),
+            t.path,
+        ]
+        for t in transfers
+    ]
+    sizes = [size_text(copied(transfers, memory)) for memory in (DEVICE, HOST)]
+    total = f"each device copies {sizes[0]} from its host and {sizes[1]} to it per step"
+    return "\n".join([join_columns(header, rows, {5}), "", total])

@@ -1,0 +1,213 @@
+"""In: optimizers of every form whose state lives in the host's memory. Out: the plain
+step's numbers, what is copied block by block and what as a whole, and plans that say
+it; leaves stay where they are stored over steps.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from plan_helpers import cpu_mesh
+
+import shardfn
+from shardfn._core.memories import memory_of
+from shardfn._schedule import host_transfers
+from shardfn.testing import assert_same
+
+pytestmark = pytest.mark.standard_promotion
+
+SHAPES = {
+    "stack": (3, 16, 32),
+    "table": (48, 16),
+    "padded": (801, 5),  # one row more than 8 devices divide
+    "flat": (5, 23),
+    "tiny": (3,),
+}
+BLOCK = 256
+"""Bytes of a block here, so that leaves this small take several."""
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch) -> None:
+    monkeypatch.setattr(host_transfers, "HOST_BLOCK_BYTES", BLOCK)
+
+
+def params() -> dict[str, jax.Array]:
+    keys = jax.random.split(jax.random.key(0), len(SHAPES))
+    each = zip(keys, SHAPES.items(), strict=True)
+    return {name: jax.random.normal(k, shape) for k, (name, shape) in each}
+
+
+def loss_fn(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    """Every leaf meets the batch; gradients of all depend on all rows."""
+    h, _ = jax.lax.scan(
+        lambda h, w: (jnp.tanh(h @ w)[:, :16], None), x, params["stack"]
+    )
+    h = h @ params["table"].T
+    for name in ("padded", "flat"):
+        w = params[name].reshape(-1)[: h.shape[1]]
+        h = h * jnp.cos(w)
+    return jnp.mean(h**2) + 0.1 * jnp.sum(params["tiny"] ** 2)
+
+
+def trust_ratio() -> optax.GradientTransformation:
+    """Moments, and an update that waits for the norm of what they make (LAMB)."""
+    return optax.lamb(1e-2)
+
+
+def with_average(decay: float = 0.75) -> optax.GradientTransformation:
+    return optax.chain(optax.sgd(0.5, momentum=0.5), optax.ema(decay))
+
+
+OPTIMIZERS = {
+    "momentum": lambda: optax.sgd(0.5, momentum=0.5),
+    "clip + adamw": lambda: optax.chain(
+        optax.clip_by_global_norm(0.5), optax.adamw(1e-2)
+    ),
+    "lamb": trust_ratio,
+    "ema": with_average,
+    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=8),
+    "bfloat16 moments": lambda: optax.adam(1e-2, mu_dtype=jnp.bfloat16),
+}
+
+
+def train(tx: optax.GradientTransformation) -> Any:
+    def step(state: Any, x: jax.Array) -> Any:
+        params, opt_state = state
+        loss, grads = jax.value_and_grad(loss_fn)(params, x)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), loss
+
+    return step
+
+
+def batch() -> jax.Array:
+    return jax.random.normal(jax.random.key(1), (16, 16))
+
+
+def on_host(state: Any) -> dict[str, bool]:
+    flat, _ = jax.tree_util.tree_flatten_with_path(state)
+    return {
+        jax.tree_util.keystr(p, simple=True, separator="/"): memory_of(x.sharding)
+        == "host"
+        for p, x in flat
+    }
+
+
+MOMENTS, ALL = "1/*", "*"
+rarely = pytest.mark.exhaustive
+
+
+@pytest.mark.parametrize(
+    "name, pattern, devices",
+    [
+        ("clip + adamw", MOMENTS, 8),
+        ("clip + adamw", ALL, 8),
+        ("lamb", ALL, 8),
+        ("adafactor", MOMENTS, 8),
+        pytest.param("clip + adamw", ALL, 1, marks=rarely),
+        pytest.param("lamb", MOMENTS, 8, marks=rarely),
+        pytest.param("ema", ALL, 8, marks=rarely),
+        pytest.param("ema", MOMENTS, 1, marks=rarely),
+        pytest.param("adafactor", ALL, 8, marks=rarely),
+        pytest.param("bfloat16 moments", MOMENTS, 8, marks=rarely),
+    ],
+)
+def test_steps_are_those_of_the_device(name: str, pattern: str, devices: int) -> None:
+    tx, x, mesh = OPTIMIZERS[name](), batch(), cpu_mesh(devices)
+    plain = shardfn.fully_shard(train(tx), mesh, min_size=16)
+    step = shardfn.fully_shard(
+        train(tx), mesh, min_size=16, offload={pattern: "host"}, verify="error"
+    )
+    state = (params(), tx.init(params()))
+    expected, given = plain.shard(state), step.shard(state)
+    stored = on_host(given)
+    assert any(stored.values())
+    for _ in range(3):
+        expected, loss = plain(expected, x)
+        given, found = step(given, x)
+        np.testing.assert_allclose(found, loss, rtol=1e-6)
+    assert on_host(given) == stored
+    # Fused in other ways, products and sums may round once less.
+    assert_same(plain.unshard(expected), step.unshard(given), name, tol=2e-6)
+
+
+def exact(state: Any, x: jax.Array) -> Any:
+    """Numbers that float32 holds exactly: no order and no fusion changes a bit."""
+    grads = jax.grad(lambda w: jnp.sum((x @ w) * x.sum(1, keepdims=True)))(state["w"])
+    momentum = 0.5 * state["m"] + grads
+    return {"w": state["w"] - 2.0**-20 * momentum, "m": momentum}
+
+
+def test_50_steps_are_equal_to_the_bit() -> None:
+    x = jnp.asarray(np.random.default_rng(0).integers(-2, 3, (8, 16)), jnp.float32)
+    mesh = cpu_mesh(8)
+    expected = {"w": jnp.ones((16, 24)), "m": jnp.zeros((16, 24))}
+    step = shardfn.fully_shard(exact, mesh, min_size=1, offload={"m": "host"})
+    state = step.shard(expected)
+    plain = jax.jit(exact)
+    for _ in range(50):
+        state, expected = step(state, x), plain(expected, x)
+        assert on_host(state) == {"m": True, "w": False}
+    np.testing.assert_array_equal(step.unshard(state)["w"], expected["w"])
+    np.testing.assert_array_equal(step.unshard(state)["m"], expected["m"])
+
+
+def planned(name: str, **options: Any) -> Any:
+    tx = OPTIMIZERS[name]()
+    step = shardfn.fully_shard(train(tx), cpu_mesh(8), min_size=16, **options)
+    return step.plan((params(), tx.init(params())), batch())
+
+
+def copies(plan: Any, leaf: str) -> set[tuple[str, int]]:
+    return {(t.memory, t.blocks) for t in plan.transfers if t.path.endswith(leaf)}
+
+
+def test_pointwise_updates_come_in_blocks() -> None:
+    plan = planned("clip + adamw", offload={"1/*": "host"})
+    # 3 x 16 x 4 floats of each device, a layer at a time; 6 x 16 in two blocks.
+    assert copies(plan, "stack") == {("device", 3), ("host", 3)}
+    assert copies(plan, "table") == {("device", 2), ("host", 2)}
+    # A padded leaf keeps zeros behind its end, which no block knows of.
+    assert copies(plan, "padded") == {("device", 1), ("host", 1)}
+    assert not copies(plan, "tiny")
+    moments = 2 * 4 * sum(np.prod(s) for n, s in SHAPES.items() if n != "tiny")
+    sent = sum(t.bytes for t in plan.transfers if t.memory == "device")
+    assert moments / 8 <= sent < 1.02 * moments / 8
+
+
+def test_what_waits_for_a_norm_is_read_again() -> None:
+    """LAMB takes the norm of its update: what that is made of comes once, and the
+    moments do not come again for what follows."""
+    plan = planned("lamb", offload={"1/*": "host"})
+    moments = [t for t in plan.transfers if t.path.endswith("stack")]
+    assert [t.memory for t in moments] == ["device"] * 2 + ["host"] * 2
+
+
+def test_other_updates_come_as_a_whole() -> None:
+    plan = planned("adafactor", offload={"1/*": "host"})
+    assert plan.transfers and {t.blocks for t in plan.transfers} == {1}
+
+
+def test_a_plan_says_what_is_copied_and_why() -> None:
+    plan = planned("momentum", offload={"1/*": "host"})
+    text = str(plan)
+    row = "update  device   3x16x32  float32  3 blocks     768 B  1/0/trace/stack"
+    assert row in text, text
+    assert "from its host and" in text and "to it per step" in text
+    explained = plan.explain("1/0/trace/stack")
+    assert "in the host's memory" in explained
+    assert "offload='host' asks for the host's memory" in explained
+    assert (
+        "update copy from the host: 768 B per device, in 3 blocks of dimension 0, each "
+        "of 256 B (limits.HOST_BLOCK_BYTES)"
+    ) in explained
+    explained = plan.explain("1/0/trace/tiny")
+    assert "3 elements are fewer than min_size=16" in explained
+
+
+def test_without_offload_nothing_is_copied() -> None:
+    assert planned("momentum").transfers == () and planned("momentum").on_host == ()
