@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 from config import Config, DataConfig, LogConfig, ModelConfig
+from jax.experimental.compilation_cache import compilation_cache
 
 Write = Callable[[str, bytes], str]
 
@@ -45,7 +46,7 @@ def tiny(tmp_path: Path, text: str) -> Config:
     )
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Runs that go on, or in other processes, take what one before them has compiled:
     they are about what is saved and printed."""
@@ -65,5 +66,8 @@ def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         )
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
         jax.config.update("jax_enable_compilation_cache", True)
+        compilation_cache.reset_cache()  # JAX asks once whether there is one
         yield
         jax.config.update("jax_enable_compilation_cache", False)
+        jax.config.update("jax_compilation_cache_dir", None)
+        compilation_cache.reset_cache()
