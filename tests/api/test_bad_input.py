@@ -684,3 +684,33 @@ def test_no_such_process_to_unshard_on(mesh) -> None:
         assert first == f"there is no process {process!r} to put the state together on."
         assert "was called at test_bad_input.py:" in place
         assert str(error.value).endswith("Pass one of 0 to 0.")
+
+
+# What is said of a step that is right
+
+
+def test_a_mesh_axis_that_nothing_is_split_over_is_said() -> None:
+    mesh = jax.make_mesh((4, 2), ("data", "model"))
+    step = shardfn.fully_shard(lambda w, x: (w + jnp.sum(x), ()), mesh, min_size=0)
+    says = "nothing is split over mesh axis 'model': its 2 devices all compute the same"
+    with pytest.warns(shardfn.UnusedAxisWarning, match=says):
+        plan = step.plan(jnp.ones(8), jnp.ones(8))
+    assert "model" in str(plan) and "model=2 unused" in repr(step)
+
+
+@pytest.mark.parametrize(
+    "options, why",
+    [
+        ({}, "the largest has 8 elements, and min_size=16384"),
+        (
+            {"min_size": 0, "shard": False},
+            "shard= leaves them whole, or no dimension can be split",
+        ),
+    ],
+)
+def test_a_state_of_which_nothing_is_sharded_is_said(options, why) -> None:
+    step = shardfn.fully_shard(
+        lambda w, x: (w + jnp.sum(x), ()), jax.make_mesh((8,), ("data",)), **options
+    )
+    notes = step.plan(jnp.ones(8), jnp.ones(8)).notes
+    assert f"no leaf of the state is sharded: {why}" in notes
