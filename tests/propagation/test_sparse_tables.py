@@ -124,7 +124,7 @@ def test_rows_are_updated_as_on_one_device(
 
 
 @pytest.mark.parametrize("by_columns", [False, True])
-@pytest.mark.parametrize("update", [adagrad, lazy_adam])
+@pytest.mark.parametrize("update", [adagrad, lazy_adam, unique_adam])
 def test_tables_stay(update: Any, by_columns: bool) -> None:
     step = sharded(update, by_columns, 8)
     state = jax.eval_shape(lambda: make_state(update, TABLE, WIDTH))
