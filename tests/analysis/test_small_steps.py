@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from plan_helpers import cpu_mesh
+from tiers import tiered
 
 import shardfn
 
@@ -28,7 +29,10 @@ def cases() -> Any:
     return small_steps.CASES
 
 
-@pytest.mark.parametrize("name", MEASURED)
+QUICK = ["equinox_mnist", "few_rows", "lora"]
+
+
+@pytest.mark.parametrize("name", tiered(MEASURED, QUICK))
 def test_no_more_is_sent_than_by_jit(name: str, cases: Any) -> None:
     fn, args = cases[name]()
     plan = shardfn.fully_shard(fn, cpu_mesh(8)).plan(*args)

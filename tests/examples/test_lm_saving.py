@@ -119,6 +119,7 @@ def test_a_run_that_was_stopped_has_the_losses_of_one_that_was_not(
     assert "the run is complete: it has taken 6 steps, of 6. Give more" in printed
 
 
+@pytest.mark.exhaustive
 def test_an_older_checkpoint_is_used_if_one_is_cut_off(saving, monkeypatch, capsys):
     begun = dataclasses.replace(saving, steps=4, save_every=1)
     main(begun)

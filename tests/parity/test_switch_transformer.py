@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from plan_helpers import QUICK, cpu_mesh
+from tiers import tiered
 
 import shardfn
 from shardfn.testing import assert_same
@@ -124,7 +125,7 @@ def make_batch(seed: int) -> Any:
     }
 
 
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("route", tiered(ROUTES, ["sorting"]))
 def test_a_switch_transformer_trains_as_on_one_device(route: str) -> None:
     train_step = make_step(ROUTES[route])
     step = shardfn.fully_shard(

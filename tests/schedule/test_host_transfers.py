@@ -106,8 +106,8 @@ rarely = pytest.mark.exhaustive
     [
         ("clip + adamw", MOMENTS, 8),
         ("clip + adamw", ALL, 8),
-        ("lamb", ALL, 8),
         ("adafactor", MOMENTS, 8),
+        pytest.param("lamb", ALL, 8, marks=rarely),
         pytest.param("clip + adamw", ALL, 1, marks=rarely),
         pytest.param("lamb", MOMENTS, 8, marks=rarely),
         pytest.param("ema", ALL, 8, marks=rarely),
