@@ -19,7 +19,7 @@ from shardfn._core.line_names import line_names, phase_in
 from shardfn._core.moves import AllGather, AllReduce, ReduceScatter
 from shardfn.analysis._columns import COLUMNS, checked_rows
 from shardfn.analysis._figures import Figures, StoredLeaf
-from shardfn.analysis._hlo.timeline import MATMUL, OTHER, WAIT, Span
+from shardfn.analysis._hlo.timeline import HOST_WAIT, MATMUL, OTHER, WAIT, Span
 from shardfn.analysis._text import seconds_text, shape_text, size_text
 from shardfn.analysis.collective import Collective
 from shardfn.analysis.verification import totals_of
@@ -109,7 +109,7 @@ def _tiles(report: Figures) -> list[tuple[str, str, str, str]]:
 def _kind(span: Span) -> str:
     """The colour of what runs on the device."""
     if span.kind != MATMUL:
-        return WAIT if span.kind == WAIT else OTHER
+        return WAIT if span.kind in (WAIT, HOST_WAIT) else OTHER
     return phase_in(span.op_name) or OTHER
 
 

@@ -19,6 +19,7 @@ from shardfn.analysis._hlo.host_copies import HostCopy, host_copy
 from shardfn.analysis._hlo.parse import parse_module
 from shardfn.analysis._hlo.timeline import Rates, play
 from shardfn.analysis._host_check import check_host
+from shardfn.analysis._html import page_data
 from shardfn.analysis.host_transfer import LeafOnHost
 
 HERE = "f32[4,8]{1,0}"
@@ -185,6 +186,10 @@ def test_device_memory_falls_on_machines_that_are_not_there(target) -> None:
     assert fallen > 0.9 * moments, (plain.memory, report.memory)
     seconds = 2 * moments / targets.target(target).host_bandwidth
     assert report.host_exposed_seconds == pytest.approx(seconds, rel=0.3)
+    drawn = page_data(report)["device"]
+    waits = sum(end - start for start, end, kind, *_ in drawn if kind == "wait")
+    exposed = report.exposed_seconds + report.host_exposed_seconds
+    assert waits == pytest.approx(exposed, rel=1e-3)
     text = str(report)
     assert "state in the host's memory 128.0 MiB" in text
     assert "128.0 MiB in and 128.0 MiB out at" in text
