@@ -12,6 +12,7 @@ from plan_helpers import cpu_mesh
 
 import shardfn
 from shardfn._core.memories import memory_of
+from shardfn.storage._stored_array import StoredArray
 from shardfn.storage.checkpoint import Checkpoints
 from shardfn.storage.safetensors import load_safetensors, write_safetensors
 
@@ -155,3 +156,14 @@ def test_without_a_mesh_there_is_no_memory_to_name() -> None:
 def test_other_memories_are_refused(value) -> None:
     with pytest.raises(ValueError, match="None or 'host'"):
         shardfn.fully_shard(train, MESH, offload={"m/*": value})
+
+
+def test_padding_stays_zero_there() -> None:
+    adds = shardfn.fully_shard(
+        lambda state, x: jax.tree.map(lambda w: w + x.sum(), state), MESH, **OPTIONS
+    )
+    stored = adds(adds.init(create), X)["m"]["padded"]
+    assert isinstance(stored, StoredArray)
+    rows = np.asarray(stored.array)
+    np.testing.assert_array_equal(rows[:1003], create()["m"]["padded"] + X.sum())
+    assert len(rows) == 1008 and not rows[1003:].any()
