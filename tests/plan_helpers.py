@@ -20,6 +20,7 @@ from programs._data import ROWS
 
 import shardfn
 from shardfn.analysis._hlo import HloCollective, read_collectives
+from shardfn.testing import assert_same
 
 # Collectives and sizes do not depend on LLVM: ask it for little.
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -255,3 +256,23 @@ def run(case: Sharded, steps: int = 2) -> list[Any]:
         state, loss = case.step(state, make(case.batch))
         out.append(jax.device_get((state, loss)))
     return out
+
+
+def assert_steps_alike(
+    train_step: Callable,
+    step: shardfn.ShardedStep,
+    plain: Any,
+    batch: Any,
+    state: Any = None,
+    steps: int = 2,
+) -> Any:
+    """The sharded state after some steps from `plain`, or from `state` if that is it
+    stored: each step's loss and state are those of the plain step."""
+    state = step.shard(plain) if state is None else state
+    run = jax.jit(train_step)
+    for k in range(steps):
+        plain, loss = run(plain, batch)
+        state, sharded_loss = step(state, batch)
+        assert_same(loss, sharded_loss, f"step {k + 1}, loss", tol=1e-4)
+        assert_same(plain, step.unshard(state), f"step {k + 1}, state", tol=1e-4)
+    return state

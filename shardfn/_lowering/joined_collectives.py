@@ -4,6 +4,7 @@ In: local blocks, the global shapes of their values and their moves, all of a ki
 the local blocks after them, with the elements that each move by itself would make.
 """
 
+import math
 from collections.abc import Sequence
 
 import jax
@@ -86,14 +87,12 @@ def _reduce_together(blocks: Sequence[Block], axes: Axes) -> list[jax.Array]:
 def _scatter_together(blocks: Sequence[Block], axes: Axes) -> list[jax.Array]:
     first = blocks[0].move
     name, n = names_of(first, axes), first.devices(blocks[0].shape, axes)
-    rows, made = [], []
-    for b in blocks:
-        part, x = _in_parts(*to_scatter(b.x, b.shape, b.move, axes), n)
-        rows.append(x.reshape(n, -1))
-        made.append(part)
-    terms = varying(end_to_end(rows), *name)
-    sums = lax.psum_scatter(terms, name, scatter_dimension=0, tiled=True)
-    parts = parted(sums, [row.shape[1] for row in rows])
+    whole = [to_scatter(b.x, b.shape, b.move, axes) for b in blocks]
+    terms, made = _in_parts(whole, n)
+    sums = lax.psum_scatter(
+        varying(terms, *name), name, scatter_dimension=0, tiled=True
+    )
+    parts = parted(sums, list(map(math.prod, made)))
     return [part.reshape(shape) for part, shape in zip(parts, made, strict=True)]
 
 
@@ -101,15 +100,10 @@ def _scatter_together(blocks: Sequence[Block], axes: Axes) -> list[jax.Array]:
 def _exchange_together(blocks: Sequence[Block], axes: Axes) -> list[jax.Array]:
     first = blocks[0].move
     name, n = names_of(first, axes), first.devices(blocks[0].shape, axes)
-    rows, sent = [], []
-    for b in blocks:
-        part, x = _in_parts(b.x, dim_of(b.move.goal), n)
-        rows.append(x.reshape(n, -1))
-        sent.append(part)
-    terms = varying(end_to_end(rows), *name)
-    came = lax.all_to_all(terms, name, 0, 0, tiled=True)
+    terms, sent = _in_parts([(b.x, dim_of(b.move.goal)) for b in blocks], n)
+    came = lax.all_to_all(varying(terms, *name), name, 0, 0, tiled=True)
     made = []
-    parts = parted(came, [row.shape[1] for row in rows])
+    parts = parted(came, list(map(math.prod, sent)))
     for part, shape, b in zip(parts, sent, blocks, strict=True):
         dim = dim_of(b.move.state)
         x = jnp.moveaxis(part.reshape(n, *shape), 0, dim)
@@ -117,10 +111,16 @@ def _exchange_together(blocks: Sequence[Block], axes: Axes) -> list[jax.Array]:
     return made
 
 
-def _in_parts(x: jax.Array, dim: int, n: int) -> tuple[tuple[int, ...], jax.Array]:
-    """The shape of one of `n` parts of a dimension, and all parts, one after another
-    along a dimension in front."""
-    local = x.shape[dim] // n
-    x = x.reshape(*x.shape[:dim], n, local, *x.shape[dim + 1 :])
-    parts = jnp.moveaxis(x, dim, 0)
-    return parts.shape[1:], parts
+def _in_parts(
+    blocks: Sequence[tuple[jax.Array, int]], n: int
+) -> tuple[jax.Array, list[tuple[int, ...]]]:
+    """Blocks whose dimensions are cut into `n` parts each: a row of all first parts,
+    one of all second ones and so on, and the shape of a part of each block."""
+    rows, shapes = [], []
+    for x, dim in blocks:
+        local = x.shape[dim] // n
+        x = x.reshape(*x.shape[:dim], n, local, *x.shape[dim + 1 :])
+        parts = jnp.moveaxis(x, dim, 0)
+        rows.append(parts.reshape(n, -1))
+        shapes.append(parts.shape[1:])
+    return end_to_end(rows), shapes

@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from plan_helpers import cpu_mesh
+from plan_helpers import assert_steps_alike, cpu_mesh
 
 import shardfn
-from shardfn.testing import assert_same
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -126,12 +125,7 @@ def test_experts_are_in_no_collective(over: Any, route: Any, shard: Any) -> None
     step = shardfn.fully_shard(
         train_step, cpu_mesh(8), min_size=64, shard=shard, stationary=forced
     )
-    state = step.shard(plain)
-    for _ in range(2):
-        plain, loss = jax.jit(train_step)(plain, x)
-        state, sharded_loss = step(state, x)
-        assert_same(loss, sharded_loss, "loss", tol=1e-4)
-        assert_same(plain, step.unshard(state), "state", tol=1e-4)
+    state = assert_steps_alike(train_step, step, plain, x)
     moves = step.plan(state, x).collectives
     assert not [c for c in moves if c.path and c.path != "router"]
     if over is not ragged:
@@ -144,10 +138,7 @@ def test_three_devices() -> None:
     step = shardfn.fully_shard(
         train_step, cpu_mesh(3), min_size=64, shard=E_FIRST, stationary=True
     )
-    state, loss = step(step.shard(plain), x)
-    plain, plain_loss = jax.jit(train_step)(plain, x)
-    assert_same(plain_loss, loss, "loss", tol=1e-4)
-    assert_same(plain, step.unshard(state), "state", tol=1e-4)
+    assert_steps_alike(train_step, step, plain, x, steps=1)
 
 
 @pytest.mark.parametrize("over, route, shard", ROUTES)

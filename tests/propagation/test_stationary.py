@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from plan_helpers import cpu_mesh
+from plan_helpers import assert_steps_alike, cpu_mesh
 
 import shardfn
 from shardfn._core import limits
@@ -136,13 +136,7 @@ def test_the_leaves_stay(name: str, devices: tuple[int, ...]) -> None:
         stationary=True,
         shard=shard and {k: {mesh.axis_names[-1]: v["data"]} for k, v in shard.items()},
     )
-    state = step.shard(plain)
-    run = jax.jit(train_step)
-    for k in range(2):
-        plain, loss = run(plain, batch)
-        state, sharded_loss = step(state, batch)
-        assert_same(loss, sharded_loss, f"step {k + 1}, loss", tol=1e-4)
-        assert_same(plain, step.unshard(state), f"step {k + 1}, state", tol=1e-4)
+    state = assert_steps_alike(train_step, step, plain, batch)
     plan = step.plan(state, batch)
     # What moves has rows of the batch, is a norm's sum, or a gradient over replicas.
     last = mesh.axis_names[-1]
@@ -522,12 +516,7 @@ def test_gradients_that_a_loop_adds_up_stay(options: Any) -> None:
     step = shardfn.fully_shard(
         train_step, cpu_mesh(8), min_size=D, stationary=True, shard=COLUMNS, **options
     )
-    state = step.shard(plain)
-    for _ in range(2):
-        plain, loss = jax.jit(train_step)(plain, x)
-        state, sharded_loss = step(state, x)
-        assert_same(loss, sharded_loss, "loss", tol=1e-4)
-        assert_same(plain, step.unshard(state), "state", tol=1e-4)
+    state = assert_steps_alike(train_step, step, plain, x)
     shapes = {(D, F), (F, D)}
     assert not [c for c in step.plan(state, x).collectives if c.shape in shapes]
 
@@ -558,11 +547,7 @@ def test_an_axis_that_is_left_to_xla_splits_too() -> None:
             specs,
         )
     )
-    for _ in range(2):
-        plain, loss = jax.jit(train_step)(plain, x)
-        state, sharded_loss = step(state, x)
-        assert_same(loss, sharded_loss, "loss", tol=1e-4)
-        assert_same(plain, step.unshard(state), "state", tol=1e-4)
+    state = assert_steps_alike(train_step, step, plain, x, state)
     moves = step.plan(state, x).collectives
     gathered = {c.path for c in moves if c.op == "all_gather"}
     assert not gathered & {"up", "down"}
