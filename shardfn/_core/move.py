@@ -27,7 +27,7 @@ class Move:
     Attributes:
       before: the sharding it starts from.
       after: the one it ends in.
-      axis: index of the mesh axis in which they differ.
+      axis: index of the mesh axis in which they differ, or the first of several.
       quantized: how the value is written on the wire, if not as it is.
 
     Of the class:
@@ -64,6 +64,13 @@ class Move:
     def goal(self) -> AxisSharding:
         """How the axis splits the value after."""
         return self.after[self.axis]
+
+    @property
+    def over(self) -> tuple[int, ...]:
+        """Indices of all mesh axes that it is over, major to minor: several for what
+        moves through all blocks of a dimension that they split together."""
+        pairs = enumerate(zip(self.before, self.after, strict=True))
+        return tuple(axis for axis, (state, goal) in pairs if state != goal)
 
     @property
     def communicates(self) -> bool:

@@ -1,9 +1,9 @@
 """Moves: what takes a value from one sharding to the next on a path.
 
-In: two shardings that differ on one mesh axis. Out: a `Move`, a frozen value that knows
-what each device sends, when a path may take it, whom it may join, and which collective
-it compiles to. A new move is a class here, with a case in `move_of`, and its lowering
-in `_lowering.collectives`.
+In: two shardings that differ on one mesh axis, or in a shift over several. Out: a
+`Move`, a frozen value that knows what each device sends, when a path may take it, whom
+it may join, and which collective it compiles to. A new move is a class here, with a
+case in `move_of`, and its lowering in `_lowering.collectives`.
 """
 
 import math
@@ -142,8 +142,8 @@ class Regroup(Move):
 
 
 class Permute(Move):
-    """Blocks move on along the axis: whole ones to other devices, or some rows of each
-    to a neighbour."""
+    """Blocks move on along all axes that split the dimension: whole ones to other
+    devices, or some rows of each to a neighbour."""
 
     name = op = "ppermute"
     hlo_ops = ("collective-permute",)
@@ -168,7 +168,8 @@ class Permute(Move):
     def devices(self, shape: Sequence[int], axes: Axes) -> int:
         """Those of a cycle."""
         _, blocks, _ = self.shift(shape, axes)
-        return axes.sizes[self.axis] // math.gcd(blocks or 1, axes.sizes[self.axis])
+        count = math.prod(axes.sizes[axis] for axis in self.over)
+        return count // math.gcd(blocks or 1, count)
 
     def elements(self, shape: Sequence[int], axes: Axes) -> int:
         local = local_shape(shape, self.before, axes)

@@ -295,5 +295,5 @@ first."""
 def communicating_moves(step: Reshard, axes: Axes) -> Iterator[tuple[int, Move]]:
     """The moves of `step` that use the wire, and which of its path each is."""
     for index, move in enumerate(step.moves):
-        if move.communicates and axes.sizes[move.axis] > 1:
+        if move.communicates and any(axes.sizes[axis] > 1 for axis in move.over):
             yield index, move

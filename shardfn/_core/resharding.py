@@ -1,12 +1,13 @@
 """From one sharding of a value to another: which way, at most one mesh axis at a time.
 
 In: two shardings and the value's shape. Out: a path of shardings in which neighbours
-differ on one mesh axis; what is between them is a move, which knows itself when it may
-be taken (see `moves`).
+differ on one mesh axis, or in a shift over several; what is between them is a move,
+which knows itself when it may be taken (see `moves`).
 """
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from shardfn._core.moves import MOVES, move_of
 from shardfn._core.sharding import (
@@ -62,12 +63,23 @@ def reshard_path(
         assert after not in path, f"no path from {start} to {end}: {path}"
         path.append(after)
     for axis, goal in enumerate(end):
-        if isinstance(goal, Split) and goal != unshifted[axis]:
+        if isinstance(goal, Split) and goal != path[-1][axis]:
             size = local_shape(shape, unshifted, axes)[goal.dim]
             for state in (s for kind in MOVES for s in kind.arrivals(goal, size)):
                 if path[-1][axis] != state:
-                    path.append(on_axis(path[-1], axis, state))
+                    path.append(_arrived(path[-1], end, state))
     return tuple(path)
+
+
+def _arrived(now: Sharding, end: Sharding, state: Split) -> Sharding:
+    """`now` with all axes that split a dimension at the shift and runs of `state`."""
+    for axis in axes_of(end, state.dim):
+        goal = end[axis]
+        assert isinstance(goal, Split)
+        if (goal.shift, goal.runs) != (0, 0):
+            there = replace(goal, shift=state.shift, runs=state.runs)
+            now = on_axis(now, axis, there)
+    return now
 
 
 def _next(now: Sharding, end: Sharding, shape: Sequence[int], axes: Axes) -> Sharding:

@@ -103,6 +103,10 @@ class Axes:
         pairs = zip(self.names, self.kinds, strict=True)
         return tuple(name for name, kind in pairs if kind.batch)
 
+    def named(self, which: Iterable[int]) -> str:
+        """The names of some axes, for people: `replica,data`."""
+        return ",".join(self.names[axis] for axis in which)
+
     @property
     def devices(self) -> int:
         return math.prod(self.sizes)

@@ -71,8 +71,9 @@ def joined(kind: type[Move]) -> Callable[[Joined], Joined]:
 
 def names_of(move: Move, axes: Axes) -> Names:
     """The names of the mesh axes that a move is over, as `shard_map` binds them."""
-    groups = (s.group for s in (move.state, move.goal) if isinstance(s, Split))
-    return axes.bound(move.axis, max(groups, default=0))
+    states = (move.state, move.goal)
+    group = max((s.group for s in states if isinstance(s, Split)), default=0)
+    return tuple(name for axis in move.over for name in axes.bound(axis, group))
 
 
 def dim_of(state: AxisSharding) -> int:

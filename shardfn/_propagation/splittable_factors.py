@@ -96,8 +96,6 @@ class SplittableFactors:
             return False
         parts = math.prod(self.axes.sizes[a] for f, a in self.parts if f == factor)
         size = self.rule.size(factor)
-        if self.shift(factor) and parts > 1:
-            return False
         partners = self.additive_partners(factor)
         if any(self.kinds[i] == LITERAL for i in partners):
             return False

@@ -223,7 +223,7 @@ def _moves(
         yield (
             Collective(
                 op=move.op,
-                axis=axes.names[move.axis],
+                axis=axes.named(move.over),
                 phase=step.phase,
                 shape=step.part_shape,
                 dtype=step.dtype if how is None else how.dtype,

@@ -33,7 +33,7 @@ class Why:
 
     @property
     def axis(self) -> str:
-        return self.axes.names[self.move.axis]
+        return self.axes.named(self.move.over)
 
     @property
     def so(self) -> str:

@@ -13,7 +13,8 @@ class Collective:
 
     Attributes:
       op: "all_gather", "psum_scatter", "all_reduce", "all_to_all", "ppermute".
-      axis: mesh axis name.
+      axis: mesh axis name; several, with commas, where rows move through the blocks
+        of all axes that split a dimension.
       phase: "forward", "backward" or "update".
       shape: global shape of the value; of one part, if it is split over other mesh
         axes, too.

@@ -63,8 +63,11 @@ def step(names: Iterable[str], state: jax.Array, x: jax.Array):
     return state, {name: (fn(x), jax.grad(paired(fn))(x)) for name, fn in fns.items()}
 
 
+ACROSS = "one", "more than a block", "two blocks back", "zeros last", "pieces"
+
+
 @pytest.mark.parametrize(
-    "sizes, names", [((8,), SHIFTS), ((2, 4), ("one", "zeros last"))]
+    "sizes, names", [((8,), SHIFTS), ((2, 4), ACROSS), ((4, 2), ACROSS)]
 )
 def test_shifts_are_those_of_the_plain_step(
     sizes: tuple[int, ...], names: Iterable[str], integers
@@ -78,9 +81,13 @@ def test_shifts_are_those_of_the_plain_step(
 
 
 @pytest.mark.parametrize("name", SHIFTS)
-def test_only_rows_at_the_edges_move(name: str) -> None:
+@pytest.mark.parametrize("sizes", [(8,), (2, 4)], ids=str)
+def test_only_rows_at_the_edges_move(name: str, sizes: tuple[int, ...]) -> None:
     fn, rows = SHIFTS[name]
-    sharded = shardfn.fully_shard(lambda s, x: (s, fn(x)), cpu_mesh(DEVICES))
+    mesh = cpu_mesh(*sizes)
+    sharded = shardfn.fully_shard(
+        lambda s, x: (s, fn(x)), mesh, axis=mesh.axis_names[-len(sizes) :]
+    )
     plan = sharded.plan(jnp.float32(0), jnp.ones((ROWS, COLUMNS)))
     if rows is not None:
         assert {c.op for c in plan.collectives} <= {"ppermute"}
@@ -88,7 +95,8 @@ def test_only_rows_at_the_edges_move(name: str) -> None:
         assert sorted(sent) == rows
 
 
-def test_the_compiled_program_permutes_what_is_planned() -> None:
+@pytest.mark.parametrize("sizes", [(8,), (2, 4)], ids=str)
+def test_the_compiled_program_permutes_what_is_planned(sizes: tuple[int, ...]) -> None:
     def train(w, x):
         def loss(w):
             z = jnp.tanh(x @ w)
@@ -96,7 +104,8 @@ def test_the_compiled_program_permutes_what_is_planned() -> None:
 
         return w - jax.grad(loss)(w), 0.0
 
-    sharded = shardfn.fully_shard(train, cpu_mesh(DEVICES), min_size=0)
+    mesh = cpu_mesh(*sizes)
+    sharded = shardfn.fully_shard(train, mesh, axis=mesh.axis_names, min_size=0)
     args = jnp.ones((COLUMNS, 16)), jnp.ones((ROWS, COLUMNS))
     plan = sharded.plan(*args)
     assert [c.op for c in plan.collectives].count("ppermute") == 4

@@ -133,7 +133,11 @@ def step(names: Iterable[str], state: jax.Array, x: jax.Array):
 
 
 @pytest.mark.parametrize(
-    "sizes, names", [((8,), CASES), ((2, 4), ("diff", "td error", "over rows"))]
+    "sizes, names",
+    [
+        ((8,), CASES),
+        ((2, 4), ("diff", "td error", "over rows", "stencil", "more than a block")),
+    ],
 )
 @pytest.mark.standard_promotion
 def test_values_are_those_of_the_plain_step(
