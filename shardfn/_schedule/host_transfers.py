@@ -247,8 +247,14 @@ class _Placement:
 
     def leaving(self, cluster: Cluster) -> Iterator[tuple[Ref, Ref | None]]:
         """What leaves a cluster, and in whose place it is written: new leaves over the
-        old ones, others over what nothing else reads, leaves of the state first."""
+        old ones, others over what nothing reads later, leaves of the state first. What
+        has a place of its own is as large as a leaf, and the old one is not free yet."""
         inputs, ops = set(map(Ref, self.program.inputs)), set(cluster.ops)
+        replaces = {
+            ref: Ref(self.program.inputs[j])
+            for j, ref in enumerate(self.body.outputs[: len(inputs)])
+            if ref is not None and j not in self.body.on_host
+        }
         outputs = {
             ref for j, ref in enumerate(self.body.outputs) if j not in self.body.on_host
         }
@@ -258,15 +264,21 @@ class _Placement:
             """Whether something outside of the cluster reads a version."""
             return ref in outputs or not ops.issuperset(self.readers.get(ref, ()))
 
-        free = [r for r in cluster.read if self.is_large(r, cluster) and not is_read(r)]
-        free = [r for r in free if r not in self.host]
+        def is_read_later(ref: Ref) -> bool:
+            later = (i > cluster.ops[-1] for i in self.readers.get(ref, ()))
+            return ref in outputs or any(later)
+
+        free = [r for r in cluster.read if self.is_large(r, cluster)]
+        free = [r for r in free if r not in self.host and not is_read_later(r)]
         free.sort(key=lambda ref: ref not in inputs)
         for index in cluster.ops:
             for ref in made_by(self.program, self.body.steps[index]):
                 if ref in self.goals:
                     yield self.copies[ref, HOST], self.goals[ref][0]
                 if is_read(ref):
-                    place = next((r for r in free if self.same_dtype(r, ref)), None)
+                    alike = [r for r in free if self.same_dtype(r, ref)]
+                    own = [r for r in alike if r == replaces.get(ref)]
+                    place = next(iter([*own, *alike]), None)
                     free = [r for r in free if r != place]
                     yield ref, place
 

@@ -14,6 +14,7 @@ from plan_helpers import cpu_mesh
 
 import shardfn
 from shardfn._core.memories import memory_of
+from shardfn._core.plan import BlockLoop
 from shardfn._schedule import host_transfers
 from shardfn.testing import assert_same
 
@@ -177,6 +178,16 @@ def test_pointwise_updates_come_in_blocks() -> None:
     moments = 2 * 4 * sum(np.prod(s) for n, s in SHAPES.items() if n != "tiny")
     sent = sum(t.bytes for t in plan.transfers if t.memory == "device")
     assert moments / 8 <= sent < 1.02 * moments / 8
+
+
+@pytest.mark.parametrize("pattern", ["1/*", "*"])
+def test_new_leaves_are_written_over_the_old_ones(pattern: str) -> None:
+    """Parameters are read before the update, gradients by the norm that clips them: a
+    new array for what is made of either would be as large as all of the parameters."""
+    plan = planned("clip + adamw", offload={pattern: "host"})
+    loops = [step for step in plan.body.host.steps if isinstance(step, BlockLoop)]
+    assert len(loops) >= 2
+    assert all(old is not None for loop in loops for old in loop.into)
 
 
 def test_what_waits_for_a_norm_is_read_again() -> None:
