@@ -248,7 +248,7 @@ class _Placement:
     def leaving(self, cluster: Cluster) -> Iterator[tuple[Ref, Ref | None]]:
         """What leaves a cluster, and in whose place it is written: new leaves over the
         old ones, others over what nothing reads later, leaves of the state first. What
-        has a place of its own is as large as a leaf, and the old one is not free yet."""
+        has a place of its own is as large as a leaf, and the old one is there, too."""
         inputs, ops = set(map(Ref, self.program.inputs)), set(cluster.ops)
         replaces = {
             ref: Ref(self.program.inputs[j])
