@@ -14,7 +14,7 @@ import shardfn
 from shardfn._api.aot import rates_of
 from shardfn.analysis import targets
 from shardfn.analysis._hlo import read_collectives
-from shardfn.analysis._hlo.timeline import play
+from shardfn.analysis._hlo.play import play
 
 ROWS = PartitionSpec("data")
 

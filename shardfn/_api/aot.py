@@ -21,7 +21,9 @@ from shardfn.analysis._data_sheets import Target
 from shardfn.analysis._figures import Memory, StoredLeaf
 from shardfn.analysis._flops import count_flops
 from shardfn.analysis._hlo import HloCollective
-from shardfn.analysis._hlo.timeline import Rates, play
+from shardfn.analysis._hlo.play import play
+from shardfn.analysis._hlo.timeline import Rates
+from shardfn.analysis._latency import KERNEL_GAP, Transfer, transfer
 from shardfn.analysis.report import Report
 
 
@@ -71,14 +73,17 @@ def rates_of(target: Target, mesh: Mesh) -> Rates:
     """The target's rates for programs on `mesh`, a mesh of its devices."""
     coords = [tuple(d.coords) for d in mesh.devices.flat]
 
-    def transfer(c: HloCollective) -> float:
-        return max(
-            target.transfer_seconds(c.wire_bytes, [coords[d] for d in group])
-            for group in c.groups[:1]
-        )
+    def of_program(together: Sequence[HloCollective]) -> Transfer:
+        sent = sum(c.wire_bytes for c in together)
+        group = [coords[d] for d in together[0].groups[0]]
+        return transfer(target, together[0].op, sent, group)
 
     return Rates(
-        target.matmul_rate, target.memory_bandwidth, transfer, target.host_bandwidth
+        target.matmul_rate,
+        target.memory_bandwidth,
+        of_program,
+        target.host_bandwidth,
+        KERNEL_GAP[target.platform],
     )
 
 

@@ -1,13 +1,10 @@
 """What accelerators can do, as their makers publish it.
 
-In: nothing. Out: a `Target` per chip: FLOP/s, bytes of memory, bytes per second; and
-the seconds that these make of a transfer.
+In: nothing. Out: a `Target` per chip: FLOP/s, bytes of memory, bytes per second.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 GB = 10**9
@@ -59,30 +56,6 @@ class Target:
         """
         slow = self.platform == "cuda" and dtype in ("float32", "float64")
         return self.flops / 2 if slow else self.flops
-
-    def transfer_seconds(self, sent: float, coords: Sequence[Sequence[int]]) -> float:
-        """Seconds that a ring of devices needs, if nothing else uses its links.
-
-        A GPU's ring that spans hosts crosses each host's edge over the network cards of
-        all its devices there. A TPU's uses the links along the torus dimensions that it
-        extends over.
-
-        Args:
-          sent: bytes that each device sends.
-          coords: `Device.coords` of the devices of one group.
-
-        Returns:
-          Seconds at the rates of the data sheets.
-        """
-        if self.platform == "cuda":
-            hosts = Counter(tuple(c[:2]) for c in coords)
-            if len(hosts) == 1:
-                return sent / self.link_bandwidth
-            network = self.network_bandwidth * min(hosts.values())
-            return sent / min(self.link_bandwidth, network)
-        dims = len(self.topology.rpartition(":")[2].split("x"))
-        used = sum(len(set(along)) > 1 for along in zip(*coords, strict=True))
-        return sent / (self.link_bandwidth * min(max(used, 1), dims) / dims)
 
 
 def _chip(

@@ -11,6 +11,7 @@ from shardfn._core.memories import DEVICE, HOST
 from shardfn.analysis._data_sheets import Target
 from shardfn.analysis._flops import Flops
 from shardfn.analysis._hlo.timeline import Timeline
+from shardfn.analysis._latency import KERNEL_GAP
 from shardfn.analysis.plan import Plan
 from shardfn.analysis.verification import Verification
 
@@ -130,8 +131,13 @@ class Figures:
 
     @property
     def transfer_seconds(self) -> float:
-        """Collectives alone."""
+        """Collectives alone, one by one, with their latency."""
         return self.timeline.transfers
+
+    @property
+    def gap_seconds(self) -> float:
+        """What lies between one kernel and the next."""
+        return self.timeline.kernels * KERNEL_GAP[self.target.platform]
 
     @property
     def exposed_seconds(self) -> float:

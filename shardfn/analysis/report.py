@@ -109,17 +109,31 @@ def _estimate(report: Report) -> list[str]:
             seconds_text(report.memory_seconds),
             f"{size_text(moved)} at {target.memory_bandwidth / 1e9:.4g} GB/s",
         ),
-        _row(
-            "transfers",
-            seconds_text(report.transfer_seconds),
-            f"of which {seconds_text(report.exposed_seconds)} exposed",
-        ),
+        _row("transfers", seconds_text(report.transfer_seconds), _transfers(report)),
         *_host_link(report),
+        *_gaps(report),
         _row("step", seconds_text(report.step_seconds), f"MFU {report.mfu:.0%}"),
     ]
     if not (report.verification.exact and flops.exact):
         lines.append("  loops without a known trip count are counted once")
     return lines
+
+
+def _transfers(report: Report) -> str:
+    """`0.2 ms of it latency; the device waits 1.2 ms: all_gather 1 ms, ...`"""
+    waits = report.timeline.exposed_by_op
+    each = ", ".join(f"{op} {seconds_text(s)}" for op, s in waits.items() if s)
+    exposed = f"{seconds_text(report.exposed_seconds)} exposed"
+    latency = f"{seconds_text(report.timeline.latency)} of it latency"
+    return f"{latency}; of which {exposed}{': ' * bool(each)}{each}"
+
+
+def _gaps(report: Report) -> list[str]:
+    """What lies between kernels, where that is known."""
+    if not report.gap_seconds:
+        return []
+    note = f"{report.timeline.kernels} kernels"
+    return [_row("gaps between kernels", seconds_text(report.gap_seconds), note)]
 
 
 def _host_link(report: Report) -> list[str]:

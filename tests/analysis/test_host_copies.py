@@ -17,9 +17,11 @@ import shardfn
 from shardfn.analysis import targets
 from shardfn.analysis._hlo.host_copies import HostCopy, host_copy
 from shardfn.analysis._hlo.parse import parse_module
-from shardfn.analysis._hlo.timeline import Rates, play
+from shardfn.analysis._hlo.play import play
+from shardfn.analysis._hlo.timeline import Rates
 from shardfn.analysis._host_check import check_host
 from shardfn.analysis._html import page_data
+from shardfn.analysis._latency import Transfer
 from shardfn.analysis.host_transfer import LeafOnHost
 
 HERE = "f32[4,8]{1,0}"
@@ -60,7 +62,12 @@ def test_what_an_instruction_copies(line: str, copied: HostCopy | None) -> None:
     assert host_copy(parsed.entry.instructions["c"], parsed.entry) == copied
 
 
-RATES = Rates(matmul=lambda _: math.inf, memory=128.0, transfer=lambda _: 0.0, host=64)
+RATES = Rates(
+    matmul=lambda _: math.inf,
+    memory=128.0,
+    transfer=lambda _: Transfer(0.0, 0.0),
+    host=64,
+)
 """A copy of 128 bytes takes two seconds; an addition of two such arrays three."""
 
 COPY = f"%c = ({HERE}, {THERE}, u32[]) copy-start(%p)"

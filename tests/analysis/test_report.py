@@ -76,16 +76,21 @@ def test_the_estimate_adds_up(h100) -> None:
     for part in (h100.compute_seconds, h100.memory_seconds, h100.exposed_seconds):
         assert 0 < part <= h100.step_seconds
     assert h100.step_seconds <= (
-        h100.compute_seconds + h100.memory_seconds + h100.transfer_seconds
+        h100.compute_seconds
+        + h100.memory_seconds
+        + h100.transfer_seconds
+        + h100.gap_seconds
     )
     model = sum(h100.flops.model.values())
-    assert h100.mfu == model / h100.step_seconds / 989.5e12
+    assert h100.mfu == pytest.approx(model / h100.step_seconds / 989.5e12)
     # What is counted in the jaxpr is what the compiler kept.
     kept = sum(h100.timeline.flops.values())
     assert 0.8 < kept / sum(h100.flops.run.values()) <= 1
     # Sixteen devices on two hosts: 8 network cards of 50 GB/s at each edge.
     sent = h100.verification.wire_bytes
-    assert h100.transfer_seconds == pytest.approx(sent / 400e9, rel=1e-3)
+    links = h100.transfer_seconds - h100.timeline.latency
+    assert links >= sent / 400e9
+    assert sum(h100.timeline.exposed_by_op.values()) == h100.exposed_seconds
 
 
 @pytest.mark.aot("h100:8")

@@ -16,7 +16,9 @@ from shardfn.analysis._flops import Flops, count_flops
 from shardfn.analysis._hlo.cost import cost_of
 from shardfn.analysis._hlo.live import live_bytes
 from shardfn.analysis._hlo.parse import parse_module
-from shardfn.analysis._hlo.timeline import Rates, play
+from shardfn.analysis._hlo.play import play
+from shardfn.analysis._hlo.timeline import Rates
+from shardfn.analysis._latency import Transfer, transfer
 
 GROUPS = "replica_groups={{0,1,2,3,4,5,6,7}}"
 
@@ -207,7 +209,9 @@ def test_fusions_touch_only_what_they_slice(result, inner, size, live) -> None:
 
 
 ROUND = Rates(
-    matmul=lambda _: 2.0 * 64 * 128 * 32, memory=math.inf, transfer=lambda _: 3.0
+    matmul=lambda _: 2.0 * 64 * 128 * 32,
+    memory=math.inf,
+    transfer=lambda _: Transfer(3.0, 0.0),
 )
 """The dot above takes a second, a transfer three, and memory is free."""
 
@@ -291,21 +295,90 @@ def test_live_memory_follows_the_schedule() -> None:
     assert max(b for _, b in found.live) == 2 * one
 
 
+ONE_HOST = [(0, 0, g) for g in range(8)]
+HOSTS = [(0, h, g) for h in range(8) for g in range(8)]
+V5P_PLANE = [(i, j, 0) for i in range(4) for j in range(4)]
+
+
 @pytest.mark.parametrize(
     "name, coords, seconds",
     [
-        ("h100:1x8x8", [(0, 0, g) for g in range(8)], 1 / 450),
+        ("h100:1x8x8", ONE_HOST, 1 / 450),
         # Eight network cards of 50 GB/s at each host's edge, or one.
-        ("h100:1x8x8", [(0, h, g) for h in range(8) for g in range(8)], 1 / 400),
+        ("h100:1x8x8", HOSTS, 1 / 400),
         ("h100:1x8x8", [(0, h, 0) for h in range(8)], 1 / 50),
         ("tpu:v5p:4x4x4", [(i, 0, 0) for i in range(4)], 3 / 600),
-        ("tpu:v5p:4x4x4", [(i, j, 0) for i in range(4) for j in range(4)], 1.5 / 600),
+        ("tpu:v5p:4x4x4", V5P_PLANE, 1.5 / 600),
         ("tpu:v5e:2x4", [(i, j, 0) for i in range(2) for j in range(4)], 1 / 200),
     ],
 )
-def test_seconds_of_a_transfer(name, coords, seconds) -> None:
-    found = targets.target(name).transfer_seconds(1e9, coords)
-    assert found == pytest.approx(seconds)
+def test_many_bytes_take_the_links_rate(name, coords, seconds) -> None:
+    taken = transfer(targets.target(name), "all_gather", 1e9, coords)
+    assert taken.links == pytest.approx(seconds)
+    assert taken.latency < 0.2 * seconds
+
+
+@pytest.mark.parametrize(
+    "name, op, coords, microseconds",
+    [
+        # Seven steps of 0.6 us, or twice as many, behind a start of 6.6 us.
+        ("h100:8", "all_gather", ONE_HOST, 10.8),
+        ("h100:8", "psum_scatter", ONE_HOST, 10.8),
+        ("h100:8", "all_reduce", ONE_HOST, 15),
+        ("h100:8", "all_to_all", ONE_HOST, 7.2),
+        ("h100:8", "ppermute", ONE_HOST, 7.2),
+        # 56 steps within hosts, of the network card's 1 us, and seven of 2.7 us.
+        ("h100:1x8x8", "all_gather", HOSTS, 81.5),
+        # A tree: up and down 7 steps of 0.6 us and 3 of 5 us.
+        ("h100:1x8x8", "all_reduce", HOSTS, 45.2),
+        ("h100:1x8x8", "all_to_all", HOSTS, 9.3),
+        # Rings of four that close: two hops. Rows of two and four that do not: 1 + 3.
+        ("tpu:v5p:4x4x4", "all_gather", V5P_PLANE, 4),
+        ("tpu:v5p:4x4x4", "all_reduce", V5P_PLANE, 8),
+        ("tpu:v5e:2x4", "all_gather", [(i, j, 0) for i in (0, 1) for j in range(4)], 4),
+        ("h100:8", "all_gather", ONE_HOST[:1], 0),
+    ],
+)
+def test_few_bytes_take_the_latency(name, op, coords, microseconds) -> None:
+    taken = transfer(targets.target(name), op, 1, coords)
+    assert taken.seconds == pytest.approx(microseconds * 1e-6, rel=1e-3)
+
+
+def test_between_few_bytes_and_many_the_fastest_protocol_counts() -> None:
+    target, seconds = targets.target("h100:8"), []
+    for sent in (2**10, 2**17, 2**20, 2**22, 2**24, 2**30):
+        taken = transfer(target, "all_gather", sent, ONE_HOST)
+        seconds.append(taken.seconds)
+        assert taken.seconds >= sent / target.link_bandwidth
+    assert seconds == sorted(seconds)
+
+
+LATE = Rates(
+    matmul=lambda _: 2.0 * 64 * 128 * 32,
+    memory=math.inf,
+    transfer=lambda arrays: Transfer(1.0 * len(arrays), 2.0),
+    gap=0.5,
+)
+"""The dot takes a second and a half, an array one on the links, and is there two
+seconds after the last of its collective."""
+
+
+def test_latency_delays_a_result_and_leaves_the_links_free() -> None:
+    entry = f"""
+      %p = f32[8] parameter(2)
+      %s = (f32[8], f32[64]) all-gather-start(%p), {GROUPS}, dimensions={{0}}
+      %t = (f32[8], f32[64]) all-gather-start(%p), {GROUPS}, dimensions={{0}}
+      {DOT}
+      %x = f32[64] all-gather-done(%s)
+      %y = f32[64] all-gather-done(%t)
+    """
+    found = play(module("\n".join([A, B, entry])), LATE)
+    assert [(s.start, s.end) for s in found.links] == [(0, 1), (1, 2)]
+    assert kinds(found.device) == [
+        *[("matmul", 0, 1.5), ("wait", 1.5, 3), ("wait", 3, 4)]
+    ]
+    assert found.exposed_by_op == {"all_gather": pytest.approx(2.5)}
+    assert (found.kernels, found.latency, found.transfers) == (1, 4, 6)
 
 
 def test_float32_matmuls_are_half_as_fast_on_gpus() -> None:

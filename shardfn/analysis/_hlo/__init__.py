@@ -1,7 +1,7 @@
 """Reads compiled programs: what XLA made of a step.
 
 In: the text of an optimized HLO module, for CPU, GPU or TPU. Out: the collectives that
-it runs (`collectives`), and when its operations would run at best (`timeline`).
+it runs (`collectives`), and when its operations would run at best (`play`).
 """
 
 from shardfn.analysis._hlo.collective import HloCollective as HloCollective
