@@ -40,6 +40,11 @@ LOOP_BYTES = 2**26
 """What a loop may hold whole unless the user said otherwise, in bytes: the sums it
 carries unreduced and, by themselves, the weights that all of its iterations share."""
 
+REGROUP_PERMUTES = 8
+"""The most permutes that rows take to become blocks of each microbatch, where devices
+do not divide how many these are: a padded all-to-all has the latency of one, and sends
+half of a batch where two microbatches are split over devices, whatever their number."""
+
 # What comes from the host's memory
 
 HOST_BLOCK_BYTES = 2**21

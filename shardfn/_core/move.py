@@ -21,6 +21,25 @@ from shardfn._core.sharding import (
 
 
 @dataclass(frozen=True, slots=True)
+class Message:
+    """What one collective of a move takes.
+
+    Attributes:
+      op: the collective, in JAX's words.
+      elements: of the larger side on one device, padding included.
+      devices: how many talk to each other.
+      sent: elements that each device sends, each time.
+      times: how many collectives of this kind there are.
+    """
+
+    op: str
+    elements: int
+    devices: int
+    sent: float
+    times: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class Move:
     """A move between neighbours of a path.
 
@@ -119,11 +138,21 @@ class Move:
         quantized = self.quantized
         return tuple(shape) if quantized is None else quantized.packed(shape)
 
+    def messages(self, shape: Sequence[int], axes: Axes) -> tuple[Message, ...]:
+        """The collectives that it is, for a value of global `shape`: one, of most."""
+        taken, devices = self.sent_shape(shape), self.devices(shape, axes)
+        elements, sent = self.elements(taken, axes), self.wire_elements(taken, axes)
+        return (Message(self.op, elements, devices, sent),)
+
+    def sent_itemsize(self, itemsize: int) -> int:
+        """Bytes of an element on the wire, of one that has `itemsize` before."""
+        return itemsize if self.quantized is None else 1
+
     def wire_bytes(self, shape: Sequence[int], axes: Axes, itemsize: int) -> float:
         """Bytes that each device sends of a value of global `shape`, whose elements
         have `itemsize` bytes where they are not quantized."""
-        each = itemsize if self.quantized is None else 1
-        return self.wire_elements(self.sent_shape(shape), axes) * each
+        each = self.sent_itemsize(itemsize)
+        return each * sum(m.sent * m.times for m in self.messages(shape, axes))
 
     def scale_bytes(self, shape: Sequence[int], axes: Axes) -> float:
         """Those of them that are scales."""

@@ -10,8 +10,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from shardfn._core.move import Message
 from shardfn._core.move import Move as Move
 from shardfn._core.quantized import Quantized
+from shardfn._core.regrouping import Regrouping
 from shardfn._core.sharding import (
     Axes,
     Sharding,
@@ -116,8 +118,8 @@ class AllToAll(Move):
 
 
 class Regroup(Move):
-    """Blocks of a dimension become blocks of each of its runs, such as microbatches.
-    What two devices exchange is padded to be equal."""
+    """Blocks of a dimension become blocks of each of its runs, such as microbatches, by
+    an all-to-all, and permutes of what that would pad: see `regrouping`."""
 
     name = "regroup"
     op = "all_to_all"
@@ -130,15 +132,30 @@ class Regroup(Move):
         return (goal,) if goal.runs else ()
 
     @property
-    def runs(self) -> tuple[int, int]:
-        """The dimension, and of how many runs it is."""
+    def dim(self) -> int:
+        """The dimension that is regrouped."""
         assert isinstance(self.goal, Split)
-        return self.goal.dim, self.goal.runs
+        return self.goal.dim
+
+    def units(self, axes: Axes) -> Regrouping:
+        """Who sends what to whom."""
+        assert isinstance(self.goal, Split)
+        return Regrouping(self.goal.runs, axes.sizes[self.axis])
+
+    def messages(self, shape: Sequence[int], axes: Axes) -> tuple[Message, ...]:
+        units, n = self.units(axes), axes.sizes[self.axis]
+        unit = math.prod(local_shape(shape, self.before, axes)) // units.runs
+        exchanged = unit * units.exchanged * n
+        found = [Message(self.op, exchanged, n, exchanged * (n - 1) / n)]
+        for cycle, times in sorted(units.cycles().items()):
+            found.append(Message(Permute.op, unit, cycle, unit, times))
+        return tuple(m for m in found if m.elements)
 
     def elements(self, shape: Sequence[int], axes: Axes) -> int:
-        (_, runs), n = self.runs, axes.sizes[self.axis]
-        local = math.prod(local_shape(shape, self.before, axes))
-        return local // runs * -(-runs // n) * n
+        return sum(m.elements * m.times for m in self.messages(shape, axes))
+
+    def wire_elements(self, shape: Sequence[int], axes: Axes) -> float:
+        return sum(m.sent * m.times for m in self.messages(shape, axes))
 
 
 class Permute(Move):

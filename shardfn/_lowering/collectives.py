@@ -119,26 +119,31 @@ def _all_to_all(
 def _regroup(
     x: jax.Array, shape: Sequence[int], move: Regroup, axes: Axes
 ) -> jax.Array:
-    """From a block of a dimension to a block of each of its runs.
-
-    A unit is what one device is to hold of one run: each has `runs` of them, number `u`
-    of all goes to device `u % count`. What two devices exchange is padded to be equal.
-    """
-    (dim, runs), name = move.runs, names_of(move, axes)
-    count, me = math.prod(map(lax.axis_size, name)), lax.axis_index(name)
-    each = -(-runs // count)
-    rows = jnp.moveaxis(x, dim, 0)
-    units = rows.reshape(runs, -1, *rows.shape[1:])
-    to = lax.broadcasted_iota(jnp.int32, (count, each), 0)
-    later = lax.broadcasted_iota(jnp.int32, (count, each), 1)
-    sent = (to - me * runs) % count + later * count
-    units = jnp.take(units, sent, axis=0, mode="clip")
-    units = lax.all_to_all(units, name, 0, 0, tiled=True)
-    units = units.reshape(count * each, *units.shape[2:])
-    mine = lax.iota(jnp.int32, runs) * count + me
-    found = mine // runs * each + mine % runs // count
-    units = jnp.take(units, found, axis=0, mode="clip")
-    return jnp.moveaxis(units.reshape(rows.shape), 0, dim)
+    """From a block of a dimension to a block of each of its runs, unit by unit."""
+    how, name = move.units(axes), names_of(move, axes)
+    count, each, me = how.devices, how.exchanged, lax.axis_index(name)
+    rows = jnp.moveaxis(x, move.dim, 0)
+    units = rows.reshape(how.runs, -1, *rows.shape[1:])
+    came = []
+    if each:
+        to = lax.broadcasted_iota(jnp.int32, (count, each), 0)
+        later = lax.broadcasted_iota(jnp.int32, (count, each), 1)
+        sent = (to - me * how.runs) % count + later * count
+        exchanged = jnp.take(units, sent, axis=0, mode="clip")
+        exchanged = lax.all_to_all(exchanged, name, 0, 0, tiled=True)
+        came.append(exchanged.reshape(count * each, *units.shape[1:]))
+    mine = lax.iota(jnp.int32, how.runs) * count + me
+    source, unit = mine // how.runs, mine % how.runs
+    found = source * each + unit // count
+    for permute in range(how.permutes):
+        pairs = how.pairs(permute)
+        sent = jnp.asarray([how.sent(d, permute) for d in range(count)], jnp.int32)
+        one = lax.dynamic_slice_in_dim(units, sent[me], 1)
+        moves = any(a != b for a, b in pairs)
+        came.append(lax.ppermute(one, name, pairs) if moves else one)
+        found = jnp.where(sent[source] == unit, count * each + permute, found)
+    units = jnp.take(jnp.concatenate(came), found, axis=0, mode="clip")
+    return jnp.moveaxis(units.reshape(rows.shape), 0, move.dim)
 
 
 @lowering(Permute)

@@ -218,33 +218,33 @@ def _moves(
     size = math.prod(step.part_shape) * step.itemsize
     for index, move in communicating_moves(step, axes):
         gathers = isinstance(move, AllGather) and step.stored
-        sent = move.wire_bytes(step.part_shape, axes, step.itemsize)
-        how = move.quantized
-        yield (
-            Collective(
-                op=move.op,
-                axis=axes.named(move.over),
-                phase=step.phase,
-                shape=step.part_shape,
-                dtype=step.dtype if how is None else how.dtype,
-                wire_bytes=round(sent),
-                scale_bytes=round(move.scale_bytes(step.part_shape, axes)),
-                block=0 if how is None else how.block,
-                times=times,
-                path=names_text(names),
-                place=place,
-                fallback=fallback,
-                name=line_name(at, step.result, index),
-                elements=move.elements(move.sent_shape(step.part_shape), axes),
-                devices=move.devices(step.part_shape, axes),
-                reduces=move.reduces,
-                gradient=step.during.gradient,
-                value=same.get(step.source.value, (*at, step.source.value)),
-                body=at,
-                why=(Why(names, step, move, axes),),
-            ),
-            ((names, size, step.itemsize),) if gathers else (),
-        )
+        how, each = move.quantized, move.sent_itemsize(step.itemsize)
+        for message in move.messages(step.part_shape, axes):
+            yield (
+                Collective(
+                    op=message.op,
+                    axis=axes.named(move.over),
+                    phase=step.phase,
+                    shape=step.part_shape,
+                    dtype=step.dtype if how is None else how.dtype,
+                    wire_bytes=round(message.sent * each),
+                    scale_bytes=round(move.scale_bytes(step.part_shape, axes)),
+                    block=0 if how is None else how.block,
+                    times=None if times is None else times * message.times,
+                    path=names_text(names),
+                    place=place,
+                    fallback=fallback,
+                    name=line_name(at, step.result, index),
+                    elements=message.elements,
+                    devices=message.devices,
+                    reduces=move.reduces,
+                    gradient=step.during.gradient,
+                    value=same.get(step.source.value, (*at, step.source.value)),
+                    body=at,
+                    why=(Why(names, step, move, axes),),
+                ),
+                ((names, size, step.itemsize),) if gathers else (),
+            )
 
 
 def _joined(lines: Sequence[Line]) -> Line:
