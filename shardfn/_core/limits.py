@@ -66,6 +66,12 @@ STATIONARY_BYTES = 2**18
 """The bytes per device and step that have to be saved for the same: at 900 GB/s of an
 H100's links they take a third of a microsecond, less than one collective's latency."""
 
+LATENCY_BYTES = 2**18
+"""What a collective counts for beside its bytes where two plans are compared: however
+little it sends, it takes some ten microseconds to begin on GPUs, and some on TPUs. 5
+microseconds at 50 GB/s, an H100's part of the network between hosts, are 250 KB; over
+the links within one host ten times as many, so this is the least that it costs."""
+
 STATIONARY_LIVE = 2**28
 """Bytes of values that a device may have at once more than if all leaves are gathered,
 for leaves to stay: what meets them is gathered of the whole batch, and a backward pass

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from shardfn._core.errors import listed
 from shardfn._core.limits import (
+    LATENCY_BYTES,
     SHOWN_LEAVES,
     STATIONARY_BYTES,
     STATIONARY_GROUPS,
@@ -24,16 +25,26 @@ from shardfn._core.sharding import Axes
 from shardfn._lowering.live_bytes import live_bytes
 from shardfn._lowering.sent_bytes import (
     Made,
+    Sent,
     Use,
     exchanged_bytes,
     leaves_met,
+    scatters_sums,
+    sent,
     updated_with,
     uses_of,
-    wire_bytes,
 )
 from shardfn.analysis._text import size_text
 
+COUNTS = f"a collective counts as {size_text(LATENCY_BYTES)} (limits.LATENCY_BYTES)"
+WHOLE = (
+    "small sums behind stationary leaves are all-reduced: what is made of scattered "
+    f"ones is gathered again, and {COUNTS}"
+)
 UNABLE = "it is stored padded or flattened, and only even parts of a dimension stay"
+
+
+NONE = Sent()
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,24 +54,26 @@ class StationaryChoice:
     Attributes:
       stays: the names of those that do.
       gathers: of those that might have, but are gathered.
-      gathering: bytes that each device sends per step if all are gathered.
-      staying: bytes that it sends in the best plan in which some stay; 0 if no other
+      gathering: what each device sends per step if all are gathered.
+      staying: what it sends in the best plan in which some stay; nothing if no other
         plan was made.
       others: the names of leaves that are updated with those, and that no plan gathers.
       is_bound: whether `staying` is a bound, and no plan has been made.
       unable: the names of those that are asked to stay, and cannot.
       more: bytes of values at once that this plan takes more than one that gathers, if
         it takes too many.
+      whole: whether small sums behind those that stay are all-reduced.
     """
 
     stays: frozenset[str] = frozenset()
     gathers: frozenset[str] = frozenset()
-    gathering: int = 0
-    staying: int = 0
+    gathering: Sent = NONE
+    staying: Sent = NONE
     others: frozenset[str] = frozenset()
     is_bound: bool = False
     more: int = 0
     unable: frozenset[str] = frozenset()
+    whole: bool = False
 
     @property
     def all(self) -> frozenset[str]:
@@ -73,18 +86,30 @@ class StationaryChoice:
         lines = []
         if self.stays:
             names = listed(sorted(self.stays), SHOWN_LEAVES)
-            sent = f": {self.sent}" if self.staying and not self.more else ""
+            sent = f": {self.sent}" if self.is_chosen else ""
             lines.append(f"stationary, so that what meets them moves: {names}{sent}")
+        if self.whole:
+            lines.append(WHOLE)
         if self.more:
             names = listed(sorted(self.gathers), SHOWN_LEAVES)
             lines.append(f"not stationary, for memory: {names}: {self.too_much}")
         return tuple(lines)
 
     @property
+    def is_chosen(self) -> bool:
+        return self.staying != NONE and not self.more
+
+    @property
     def sent(self) -> str:
-        staying, gathering = size_text(self.staying), size_text(self.gathering)
-        least = "at least " * self.is_bound
-        return f"{least}{staying} sent per step instead of {gathering}"
+        staying, gathering = (
+            size_text(x.bytes) for x in (self.staying, self.gathering)
+        )
+        if self.is_bound:
+            return f"at least {staying} sent per step instead of {gathering}"
+        return (
+            f"{staying} sent per step, in {self.staying.collectives} collectives, "
+            f"instead of {gathering} in {self.gathering.collectives}"
+        )
 
     @property
     def too_much(self) -> str:
@@ -97,23 +122,28 @@ class StationaryChoice:
     def why(self, leaf: str) -> str:
         """What to say of a leaf; "" if it was not considered."""
         if leaf in self.stays:
-            is_chosen = self.staying and not self.more
-            return f"stationary: {self.sent if is_chosen else 'asked for'}"
+            return f"stationary: {self.sent if self.is_chosen else 'asked for'}"
         if leaf in self.unable:
             return f"not stationary: {UNABLE}"
         if leaf not in self.gathers:
             return ""
         if self.more:
             return f"not stationary: {self.too_much}"
-        if self.stays and self.staying:
+        if self.stays and self.is_chosen:
             return "not stationary: if it stayed, too, no less would be sent"
-        if self.staying >= self.gathering:
-            return f"not stationary: {self.sent}"
-        if self.gathering - self.staying < STATIONARY_BYTES:
+        saved = self.gathering.price - self.staying.price
+        if saved <= 0:
+            fewer = self.staying.bytes < self.gathering.bytes
+            return f"not stationary: {self.sent}{f', and {COUNTS}' if fewer else ''}"
+        if saved < STATIONARY_BYTES:
             least = f"{size_text(STATIONARY_BYTES)} (limits.STATIONARY_BYTES)"
         else:
             least = f"{STATIONARY_SHARE:.0%} (limits.STATIONARY_SHARE)"
         return f"not stationary: {self.sent}, which saves less than {least}"
+
+
+Trial = Callable[..., Made]
+"""Plans with these leaves staying and, if so asked, small sums behind them whole."""
 
 
 def choose_stationary(
@@ -121,7 +151,7 @@ def choose_stationary(
     asked: frozenset[str],
     may_stay: frozenset[str],
     axes: Axes,
-    plan: Callable[[frozenset[str]], Made],
+    plan: Trial,
 ) -> tuple[Made, StationaryChoice]:
     """The plan that sends least.
 
@@ -130,7 +160,8 @@ def choose_stationary(
       asked: the leaves that are asked to stay, by name.
       may_stay: those that may.
       axes: the mesh axes.
-      plan: plans with these leaves staying.
+      plan: plans with these leaves staying and, if the second argument is true, small
+        sums behind them all-reduced.
 
     Returns:
       The plan, and what was found.
@@ -146,51 +177,76 @@ def choose_stationary(
     def updated(stays: frozenset[str]) -> frozenset[str]:
         return still & updated_with(program, stays)
 
+    whole = False
     if asked:
-        made = plan(asked | updated(asked))
+        made, whole = _with_sums(asked | updated(asked), axes, plan)
     groups, most = _alike(uses_of(*made, axes), may_stay)
     met = (still & may_stay).intersection(leaves_met(*made))
-    none = StationaryChoice(asked, others=updated(asked))
+    none = StationaryChoice(asked, others=updated(asked), whole=whole)
     if not groups and not met:
         return made, none
-    gathering = wire_bytes(*made, axes)
-    worth = max(STATIONARY_BYTES, STATIONARY_SHARE * gathering)
+    gathering = sent(*made, axes)
+    worth = max(STATIONARY_BYTES, STATIONARY_SHARE * gathering.bytes)
     if met and (exchanged := exchanged_bytes(*made, axes)) >= worth:
         groups, most = [*groups, met], most + exchanged
     if not groups:
         return made, none
     considered = frozenset().union(*groups)
     if most < worth:  # such as of a table that other leaves dwarf
-        least = max(gathering - round(most), 0)
+        bytes_ = max(gathering.bytes - round(most), 0)
+        least = Sent(bytes_, gathering.collectives)
         return made, replace(
             none, gathers=considered, gathering=gathering, staying=least, is_bound=True
         )
     live = live_bytes(*made, axes)
-    stays, best, least = considered, made, gathering
-    refused = none
+    stays, best, least, sums = considered, made, gathering, whole
+    refused, seen = none, None
     trials = [(may_stay - still) | (met & considered), considered]
     trials += [considered - group for group in groups]
     for trial in dict.fromkeys(trials[: 2 + STATIONARY_GROUPS]):
         if not trial:
             continue
-        tried = plan(trial | asked | updated(trial | asked))
-        sent = wire_bytes(*tried, axes)
-        if sent >= least:
+        named = trial | asked
+        tried = plan(named | updated(named), whole)
+        if trial == considered:
+            tried, whole = _with_sums(named | updated(named), axes, plan, tried)
+        sends = sent(*tried, axes)
+        seen = min(seen or sends, sends, key=lambda each: each.price)
+        if sends.price >= least.price:
             continue
         more = live_bytes(*tried, axes) - live
         if more > STATIONARY_LIVE:
-            if not refused.more or sent < refused.staying:
-                refused = replace(none, gathers=considered, staying=sent, more=more)
+            if not refused.more or sends.price < refused.staying.price:
+                refused = replace(none, gathers=considered, staying=sends, more=more)
         else:
-            stays, best, least = trial, tried, sent
-    if gathering - least < worth:
+            stays, best, least, sums = trial, tried, sends, whole
+    if gathering.price - least.price < max(worth, 1):
         if not refused.more:
-            refused = replace(none, gathers=considered, staying=least)
+            refused = replace(none, gathers=considered, staying=seen or gathering)
         return made, replace(refused, gathering=gathering)
     stays |= asked
+    others = updated(stays)
+    if not sums:
+        best, sums = _with_sums(stays | others, axes, plan, best)
+        least = sent(*best, axes)
     return best, StationaryChoice(
-        stays, considered - stays, gathering, least, updated(stays)
+        stays, considered - stays, gathering, least, others, whole=sums
     )
+
+
+def _with_sums(
+    stays: frozenset[str], axes: Axes, plan: Trial, made: Made | None = None
+) -> tuple[Made, bool]:
+    """The plan with these leaves staying, and whether small sums behind them are
+    all-reduced in it: that sends as much as to scatter them and to gather what is made
+    of the parts, in half as many collectives."""
+    made = made or plan(stays)
+    if not scatters_sums(*made):
+        return made, False
+    tried = plan(stays, True)
+    whole = sent(*tried, axes).price < sent(*made, axes).price
+    more = live_bytes(*tried, axes) - live_bytes(*made, axes) if whole else 0
+    return (tried, True) if whole and more <= STATIONARY_LIVE else (made, False)
 
 
 def _alike(

@@ -106,7 +106,7 @@ def plan_jaxpr(
         )
         choice = replace(choice, unable=planner.asked(True, able=False))
     if observe is not unobserved:
-        made = planner.plan(choice.all, observe)
+        made = planner.plan(choice.all, choice.whole, observe)
     return PlannedJaxpr(*made, choice)
 
 
@@ -136,19 +136,23 @@ class _Planner:
         )
 
     def plan(
-        self, stays: frozenset[str], observe: Observer = unobserved
+        self,
+        stays: frozenset[str],
+        whole: bool = False,
+        observe: Observer = unobserved,
     ) -> tuple[Program, BodyPlan]:
-        """The program, and its plan with these leaves staying."""
+        """The program, and its plan with these leaves staying; `whole` as of
+        `propagate`."""
         program, axes, control = self.program, self.axes, self.control
         inputs, required = self.marked(stays)
-        body = propagate(program, inputs, required, axes, self.small, control)
+        body = propagate(program, inputs, required, axes, self.small, control, whole)
         even = required
         if self.facts is not None:
             even = _without_padding(program, body, required, axes)
         wider = widen(program, body, control)
         if wider is not program or even != required:
             program = wider
-            body = propagate(program, inputs, even, axes, self.small, control)
+            body = propagate(program, inputs, even, axes, self.small, control, whole)
         if self.facts is not None:
             body = split_automatically(
                 program, body, self.facts.auto_inputs, self.facts.auto_outputs

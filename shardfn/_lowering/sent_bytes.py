@@ -5,11 +5,14 @@ leaf of the state what its gathers are for.
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from shardfn._core.leaves import Names
+from shardfn._core.limits import JOINED_BYTES, LATENCY_BYTES
+from shardfn._core.moves import ReduceScatter
 from shardfn._core.phases import UPDATE
 from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, communicating_moves
 from shardfn._core.program import Node, Program, aval_of, last_pass
@@ -18,6 +21,24 @@ from shardfn._core.sizes import elements, nbytes
 
 Made = tuple[Program, BodyPlan]
 """A program and its plan, scheduled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What each device sends per step.
+
+    Attributes:
+      bytes: how many.
+      collectives: in how many collectives.
+    """
+
+    bytes: int = 0
+    collectives: int = 0
+
+    @property
+    def price(self) -> int:
+        """Bytes, and those that could be sent while collectives begin."""
+        return self.bytes + self.collectives * LATENCY_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,39 +158,57 @@ def _moved_instead(
 
 def exchanged_bytes(program: Program, body: BodyPlan, axes: Axes) -> int:
     """Bytes that each device sends of what is neither a leaf nor its gradient."""
-    return wire_bytes(program, body, axes, counts=_is_no_leaf)
+    return sent(program, body, axes, counts=_is_no_leaf).bytes
 
 
 def _is_no_leaf(program: Program, step: Reshard) -> bool:
     return not (step.stored or program.leaf(step.source.value))
 
 
-def wire_bytes(
+def scatters_sums(program: Program, body: BodyPlan) -> bool:
+    """Whether small sums that are no leaf's are scattered."""
+    for step in body.steps:
+        if isinstance(step, Apply):
+            bodies = zip(program.nodes[step.node].bodies, step.bodies, strict=True)
+            if any(scatters_sums(*each) for each in bodies):
+                return True
+        elif math.prod(step.shape) * step.itemsize <= JOINED_BYTES:
+            scatters = any(isinstance(move, ReduceScatter) for move in step.moves)
+            if scatters and not program.leaf(step.source.value):
+                return True
+    return False
+
+
+def sent(
     program: Program,
     body: BodyPlan,
     axes: Axes,
     times: int = 1,
     counts: Callable[[Program, Reshard], bool] = lambda program, step: True,
-) -> int:
-    """Bytes that each device sends per step, of the moves that count; a loop whose
-    iterations nobody knows counts once."""
-    total = 0.0
+) -> Sent:
+    """What each device sends per step, of the moves that count; a loop whose iterations
+    nobody knows counts once."""
+    total, collectives = 0.0, 0
     for step in body.steps:
         if isinstance(step, Reshard):
             if not counts(program, step):
                 continue
+            moves = [move for _, move in communicating_moves(step, axes)]
             total += times * sum(
-                move.wire_bytes(step.part_shape, axes, step.itemsize)
-                for _, move in communicating_moves(step, axes)
+                move.wire_bytes(step.part_shape, axes, step.itemsize) for move in moves
             )
+            if step.together in (None, step.result):
+                collectives += times * len(moves)
             continue
         inner = times * (step.times or 1)
         bodies: Sequence[Made] = [
             *zip(program.nodes[step.node].bodies, step.bodies, strict=True)
         ]
-        total += sum(wire_bytes(*each, axes, inner, counts) for each in bodies)
+        parts = [sent(*each, axes, inner, counts) for each in bodies]
         for ahead in step.ahead:
             runs = inner + times * ahead.lead
             body_of = program.nodes[step.node].bodies[0]
-            total += wire_bytes(body_of, ahead.part, axes, runs, counts)
-    return round(total)
+            parts.append(sent(body_of, ahead.part, axes, runs, counts))
+        total += sum(part.bytes for part in parts)
+        collectives += sum(part.collectives for part in parts)
+    return Sent(round(total), collectives)

@@ -37,6 +37,7 @@ class Decider:
       known: decisions by what they follow from.
       sources: the least bytes of what each value is made of alone, where leaves are
         stationary.
+      whole: whether small sums behind these are all-reduced.
     """
 
     program: Program
@@ -47,6 +48,7 @@ class Decider:
     solve: Solve
     known: dict[Hashable, Decision]
     sources: Mapping[int, int]
+    whole: bool = False
 
     @property
     def nothing(self) -> Preferences:
@@ -79,6 +81,7 @@ class Decider:
                     preferences,
                     now,
                     axes,
+                    self.whole,
                 )
                 self.known[key] = decision
             return decision
@@ -87,7 +90,14 @@ class Decider:
         else:
             decision = self.flow(node, states, preferences, backward)
         return reduce_at_producer(
-            node, decision, states, self.result_avals(node), preferences, now, axes
+            node,
+            decision,
+            states,
+            self.result_avals(node),
+            preferences,
+            now,
+            axes,
+            self.whole,
         )
 
     def op(
@@ -154,6 +164,7 @@ class Decider:
             small=self.small,
             solve=self.solve,
             control=self.control,
+            whole=self.whole,
         )
         return control_flow.decide(site)
 

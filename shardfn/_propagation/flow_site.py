@@ -56,6 +56,7 @@ class FlowSite:
       small: values with fewer elements may stay unreduced across iterations.
       solve: solves a body.
       control: which sums of loops to leave unreduced until after them.
+      whole: whether small sums behind stationary leaves are all-reduced.
     """
 
     node: Node
@@ -69,6 +70,7 @@ class FlowSite:
     small: int
     solve: Solve
     control: Control
+    whole: bool = False
     notes: list[Note] = field(default_factory=list)
 
     def entering(self, i: int) -> Sharding:

@@ -6,6 +6,7 @@ bodies.
 
 from collections.abc import Callable, Sequence
 
+from shardfn._core.limits import JOINED_BYTES
 from shardfn._core.plan import BodyPlan
 from shardfn._core.program import Program
 from shardfn._core.regions import span
@@ -18,11 +19,13 @@ from shardfn._core.sharding import (
     of_dim,
     on_axis,
 )
+from shardfn._core.sizes import nbytes
 from shardfn._propagation.batch_scans import RowLoop, row_loop
 from shardfn._propagation.decision import Decision
 from shardfn._propagation.flow_site import FlowSite, Solved
 from shardfn._propagation.loop_carries import Carries
 from shardfn._propagation.preferences import Preferences, union
+from shardfn._propagation.stationary import gathers_stack
 
 
 def scan(site: FlowSite) -> Decision:
@@ -87,6 +90,8 @@ def _scanned(site: FlowSite, i: int) -> Sharding:
     """Sharding of a scanned operand: each iteration needs a slice of dimension
     0."""
     state, shape = site.entering(i), site.operand_avals[i].shape
+    if gathers_stack(state, site.states, site.operand_avals[i]):
+        return site.axes.replicated
     for axis, split in enumerate(state):
         if not isinstance(split, Split) or split.dim not in (0, flat(0)):
             continue
@@ -158,9 +163,19 @@ def _carries(
         axes=site.axes,
         control=site.control,
     )
-    found = carries.shardings([site.entering(i) for i in positions], may_sum)
+    initial = [_whole_rows(site, i) for i in positions]
+    found = carries.shardings(initial, may_sum)
     site.notes += carries.notes
     return found
+
+
+def _whole_rows(site: FlowSite, i: int) -> Sharding:
+    """Operand `i` as the loop first carries it: small rows whole, where sums behind
+    stationary leaves are."""
+    state, aval = site.entering(i), site.operand_avals[i]
+    small = site.whole and nbytes(aval) <= JOINED_BYTES
+    rows = all(s is None or (isinstance(s, Split) and not s.stored) for s in state)
+    return site.axes.replicated if small and rows else state
 
 
 def _shift(state: Sharding, by: int) -> Sharding:

@@ -43,11 +43,13 @@ class Solver:
       small: unreduced values with fewer elements are reduced as late as possible: they
         cost latency, not bytes.
       control: which sums of loops to leave unreduced until after them.
+      whole: whether small sums behind stationary leaves are all-reduced.
     """
 
     axes: Axes
     small: int
     control: Control
+    whole: bool = False
     memo: dict[Any, Solved] = field(default_factory=dict)
     ops: dict[Hashable, Decision] = field(default_factory=dict)
     backward_memo: Memo = field(default_factory=Memo)
@@ -104,6 +106,7 @@ class Solver:
             self.solve,
             self.ops,
             least_sources(program) if stays else {},
+            self.whole and stays,
         )
 
 
@@ -223,6 +226,7 @@ def propagate(
     axes: Axes,
     small: int,
     control: Control = NOTHING_ASKED,
+    whole: bool = False,
 ) -> BodyPlan:
     """Plans a whole step.
 
@@ -233,11 +237,13 @@ def propagate(
       axes: the mesh axes.
       small: elements below which unreduced values are reduced as late as possible.
       control: what is asked of the sums that loops accumulate.
+      whole: whether small sums behind stationary leaves are all-reduced, rather than
+        scattered to be gathered again.
 
     Returns:
       The plan of the step, before any schedule pass.
     """
-    solver = Solver(axes, small, control)
+    solver = Solver(axes, small, control, whole)
     preferences = [
         tuple(frozenset({s}) if isinstance(s, Split) else frozenset({None}) for s in r)
         if r is not None

@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from shardfn._core.limits import JOINED_BYTES
 from shardfn._core.program import Node
 from shardfn._core.resharding import can_split
 from shardfn._core.sharding import Axes, Sharding, Split, Unreduced, on_axis
+from shardfn._core.sizes import nbytes
 from shardfn._propagation.decision import Decision
 from shardfn._propagation.preferences import Preferences, reduced
 from shardfn._propagation.resplit_batch import resplit_batch
@@ -25,6 +27,7 @@ def reduce_at_producer(
     preferences: Sequence[Preferences],
     now: Sequence[Sequence[bool]],
     axes: Axes,
+    whole: bool = False,
 ) -> Decision:
     """Reduces the unreduced results of one node that are to be reduced there.
 
@@ -36,11 +39,15 @@ def reduce_at_producer(
       preferences: what the consumers of the results prefer.
       now: per result and mesh axis, whether to reduce a sum here.
       axes: the mesh axes.
+      whole: whether small sums behind stationary leaves are all-reduced.
 
     Returns:
       The decision, with the shardings of its results.
     """
-    preferences = [_with_rows(each, states) for each in preferences]
+    preferences = [
+        _of_terms(each, states, whole and nbytes(aval) <= JOINED_BYTES)
+        for each, aval in zip(preferences, result_avals, strict=True)
+    ]
     results = zip(decision.made, result_avals, preferences, now, strict=True)
     out = [_reduced(*result, axes) for result in results]
     out = [
@@ -54,11 +61,18 @@ def reduce_at_producer(
     return replace(decision, results=tuple(out))
 
 
-def _with_rows(preferences: Preferences, states: Sequence[Sharding]) -> Preferences:
-    """What is preferred of terms that come from a stationary leaf: they go to the rows
-    of the batch if a consumer has those, rather than to another leaf's dimension."""
+def _of_terms(
+    preferences: Preferences, states: Sequence[Sharding], whole: bool
+) -> Preferences:
+    """What is preferred of terms that come from a stationary leaf: their whole sum, or
+    they go to the rows of the batch if a consumer has those, rather than to another
+    leaf's dimension."""
     out = list(preferences)
     for axis, opinions in enumerate(preferences):
+        is_open = not opinions or None in opinions
+        if whole and is_open and is_stationary(axis, states):
+            out[axis] = frozenset({None})
+            continue
         rows = frozenset(s for s in opinions if s is not None and not s.stored)
         if rows and len(rows) < len(opinions) and is_stationary(axis, states):
             out[axis] = rows

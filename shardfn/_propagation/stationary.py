@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from shardfn._core.limits import JOINED_BYTES
 from shardfn._core.op_sharding_rule import OpShardingRule
 from shardfn._core.program import ZERO, Program
 from shardfn._core.sharding import (
@@ -40,6 +41,18 @@ def stationary(sharding: Sharding) -> Sharding:
     """The sharding of a leaf that stays as it is stored."""
     return tuple(
         replace(s, stationary=True) if isinstance(s, Split) else s for s in sharding
+    )
+
+
+def gathers_stack(state: Sharding, others: Sequence[Sharding], aval: Any) -> bool:
+    """Whether a stack of which a loop takes one leaf after the other is gathered at
+    once: it is small, and moves beside leaves that are stationary."""
+    moves = [s for s in state if isinstance(s, Split)]
+    return (
+        bool(moves)
+        and all(s.stored and not s.stationary for s in moves)
+        and nbytes(aval) <= JOINED_BYTES
+        and any(_is_leaf(s) for each in others for s in each)
     )
 
 

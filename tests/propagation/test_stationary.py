@@ -313,7 +313,7 @@ def decode(p: Any, cache: Any, x: jax.Array, at: jax.Array) -> Any:
 
     def layer(x: jax.Array, slices: Any) -> Any:
         w, keys, values = slices
-        h = x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1)
+        h = x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1) * w["scale"]
         q, k, v = (jnp.einsum("bd,dhk->bhk", h, w[n]) for n in ("q", "k", "v"))
         keys = jax.lax.dynamic_update_slice(keys, k[:, None], (0, at, 0, 0))
         values = jax.lax.dynamic_update_slice(values, v[:, None], (0, at, 0, 0))
@@ -326,32 +326,38 @@ def decode(p: Any, cache: Any, x: jax.Array, at: jax.Array) -> Any:
 
 
 @pytest.mark.parametrize("devices", [(8,), (2, 4)], ids=str)
-@pytest.mark.parametrize("columns", [True, False])
-def test_small_exchanges_are_one_collective(
-    devices: tuple[int, ...], columns: bool
+@pytest.mark.parametrize(
+    "columns, by, most", [(True, "heads", 2), (True, "rows", 4), (False, "rows", 4)]
+)
+def test_few_collectives_are_sent(
+    devices: tuple[int, ...], columns: bool, by: str, most: int
 ) -> None:
-    """A layer takes as many as by hand, and the exchanges of q, k and v, and of what
-    they mix, between heads and the cache's rows."""
+    """A layer takes as many as Megatron's, two all-reduces, and those between heads and
+    the cache's rows: q, k and v are exchanged together. The scales of all layers are
+    gathered at once."""
     rng, heads = np.random.default_rng(0), 8
     shapes = {n: (2, D, heads, 4) for n in ("q", "k", "v")}
     shapes |= {"o": (2, heads, 4, D), "up": (2, D, F), "bias": (2, F)}
-    shapes |= {"down": (2, F, D)}
+    shapes |= {"down": (2, F, D), "scale": (2, D)}
     p = {k: jnp.asarray(rng.normal(size=s), jnp.float32) for k, s in shapes.items()}
     cache = {n: jnp.zeros((2, ROWS, 5, heads, 4)) for n in ("k", "v")}
     x = jnp.asarray(rng.normal(size=(ROWS, D)), jnp.float32)
     mesh = cpu_mesh(*devices)
     last, rows = mesh.axis_names[-1], jax.sharding.PartitionSpec(mesh.axis_names)
+    split = jax.sharding.PartitionSpec(None, *rows)
+    if by == "heads":
+        split = jax.sharding.PartitionSpec(None, mesh.axis_names[:-1], None, last)
     dims = {"q": 2, "k": 2, "v": 2, "o": 1, "up": 2, "bias": 1, "down": 1}
     step = shardfn.fully_shard(
         decode,
         mesh,
         axis=mesh.axis_names,
         min_size=D,
-        stationary=True,
+        stationary=True if not columns else {"scale": False, "*": True},
         shard={n: {last: dim} for n, dim in dims.items()} if columns else None,
         state_argnums=0,
         donate=False,
-        batch_spec=(jax.sharding.PartitionSpec(None, *rows), rows, None),
+        batch_spec=(split, rows, None),
     )
     args = step.shard(p), cache, x, jnp.asarray(3)
     plan = step.plan(*args)
@@ -359,9 +365,12 @@ def test_small_exchanges_are_one_collective(
     made = step(*args)
     assert_same(jax.jit(decode)(p, cache, x, args[-1]), made, "decoded", tol=1e-4)
     each = [c.op for c in plan.collectives if c.times == 2]
-    assert len(each) <= (6 if columns else 7)
-    joined = next(c for c in plan.collectives if c.parts)
-    assert "limits.JOINED_BYTES" in plan.explain(joined.place.split()[0])
+    assert len(each) == most and each.count("all_reduce") == 2
+    assert any("limits.LATENCY_BYTES" in note for note in plan.notes)
+    scales = [c for c in plan.collectives if c.shape == (2, D)]
+    assert [(c.op, c.times) for c in scales] == [("all_gather", 1)] * columns
+    for joined in [c for c in plan.collectives if c.parts][:1]:
+        assert "limits.JOINED_BYTES" in plan.explain(joined.place.split()[0])
 
 
 def test_experts_are_in_no_collective() -> None:
@@ -376,6 +385,7 @@ def test_what_sends_less_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, limit in (("BYTES", 0), ("SHARE", 0), ("PART", 1)):
         at = f"shardfn._lowering.choose_stationary.STATIONARY_{name}"
         monkeypatch.setattr(at, limit)
+    monkeypatch.setattr("shardfn._lowering.sent_bytes.LATENCY_BYTES", 0)
     for name in CASES:
         gathered, stays, chosen = (
             sum(c.total_bytes for c in sends(name, stationary=s).collectives)
@@ -390,6 +400,17 @@ def test_little_is_not_worth_it() -> None:
     why = plan.explain("0/up")
     assert "; not stationary: " in why
     assert "saves less than 256.0 KiB (limits.STATIONARY_BYTES)" in why
+
+
+def test_collectives_have_a_price(monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit in ("BYTES", "SHARE"):
+        at = f"shardfn._lowering.choose_stationary.STATIONARY_{limit}"
+        monkeypatch.setattr(at, 0)
+    monkeypatch.setattr("shardfn._lowering.sent_bytes.LATENCY_BYTES", 2**30)
+    plan = sends("tied", stationary="auto")
+    why = plan.explain("0/table")
+    assert "; not stationary: " in why
+    assert "a collective counts as 256.0 KiB (limits.LATENCY_BYTES)" in why
 
 
 def test_plans_say_what_stays() -> None:
