@@ -40,7 +40,7 @@ from shardfn._core.sharding import Axes, Sharding
 from shardfn._lowering.planned_program import Planned
 from shardfn._trace.containers import classes_closed, closed_inside
 from shardfn._trace.state_arguments import find_state
-from shardfn._trace.state_texts import found_note
+from shardfn._trace.state_texts import found_note, refuse_readings
 from shardfn._trace.trace_step import CallTrace, trace, trace_once
 from shardfn.storage._arrives_stored import arrives_stored
 from shardfn.storage._layout import layouts
@@ -115,8 +115,11 @@ class PlainStep:
             caches = (*found.written, *found.caches)
             note = found_note(self.titles(by_place(args)), {}, (), stored)
             found = replace(found, arguments=stored, results=(), caches=caches)
-            found = replace(found, written=(), notes=(note,), hints=(note,))
+            found = replace(found, written=(), notes=(note,), hints=(note,), asks=False)
             self.found[key[0], stored] = found
+        elif found.asks:
+            pairs = dict(zip(found.arguments, found.places, strict=False))
+            refuse_readings(self.titles(by_place(args)), pairs, (), True)
         return found
 
     def arriving_stored(

@@ -44,6 +44,8 @@ class StateArguments:
       by_hand: whether the user says so.
       parameters: what the step calls its arguments, by position.
       notes: for people: what was found, and what comes back but is not state.
+      asks: whether the states, which are written in place, may as well be caches, and
+        another argument the state: one that arrives stored is, else it is asked.
     """
 
     arguments: tuple[Position, ...] = (0,)
@@ -54,6 +56,7 @@ class StateArguments:
     by_hand: bool = False
     parameters: tuple[str, ...] = ()
     written: tuple[tuple[Position, Path], ...] = ()
+    asks: bool = False
 
     @property
     def places(self) -> tuple[Path, ...]:

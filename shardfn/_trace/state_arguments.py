@@ -6,7 +6,7 @@ or an error that shows what might be meant.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -122,6 +122,9 @@ class _Search:
             self._check_gradients()
             return None
         self._rows = self._known_rows()
+        parameters, rest = self._beside_caches()
+        if parameters and rest:
+            return self._result((), parameters)
         first = self._certain()
         if first is None:
             fixed = self._read_only_of_batch()
@@ -132,7 +135,13 @@ class _Search:
         state = [p for p in self._pairs if p == first or self._is_state(p, own)]
         fixed = [p for p in self.arguments if self._is_read_only(p, state, own)]
         is_plain = not fixed and set(self.alike) <= {0} and self._pairs == {0: FIRST}
-        return None if is_plain else self._result(state, fixed)
+        # Of scalars alone a token can't be told from a place in a buffer.
+        asks = bool(parameters) and len(self.arguments) > len(self._pairs) + len(
+            parameters
+        )
+        if is_plain and not asks:
+            return None
+        return replace(self._result(state, fixed), asks=asks)
 
     def _result(
         self, state: Sequence[Position], fixed: Sequence[Position]
@@ -265,6 +274,20 @@ class _Search:
             return False
         along = all(dims[0] in own for dims in self.flow.classes[position])
         return along or not (is_array(argument) or is_like_rows(argument))
+
+    def _beside_caches(self) -> tuple[list[Position], list[Position]]:
+        """Where what comes back are caches, and rows that the step changes: the
+        arguments that may be parameters, trees whose leaves have no rows of one batch,
+        and the arrays next to them that they are read for."""
+        caches = [p for p, path in self._pairs.items() if self.flow.is_cache(p, path)]
+        arrays = [p for p in self._pairs if is_array(self.arguments[p])]
+        changed = [p for p in arrays if p not in caches and self._may_be_rows(p)]
+        if not caches or len(caches) + len(changed) < len(self._pairs):
+            return [], []
+        others = {p: x for p, x in self.arguments.items() if p not in self._pairs}
+        trees = [p for p, x in others.items() if not (is_array(x) or is_like_rows(x))]
+        rows = [p for p, x in others.items() if p not in trees and dimmed(x)]
+        return trees, [*changed, *rows]
 
     def _read_only_of_batch(self) -> list[Position]:
         """Where all that comes back is the batch's, the arguments that are parameters:

@@ -136,3 +136,65 @@ def test_a_cache_beside_stored_parameters_is_none_of_the_state(
     assert not any(x.is_deleted() for x in jax.tree.leaves(state))
     found = "state: none comes back; read only: argument 0 ('params')"
     assert found in step.plan(state, mine, x, 0).notes
+
+
+def one_row(cache: Any, params: Any, x: jax.Array, i: Any) -> Any:
+    """A sequence by itself: the cache has no dimension of rows."""
+    made = predict(params, x)
+    cache = {"made": jax.lax.dynamic_update_slice(cache["made"], made[None], (i, 0))}
+    return cache, cache["made"].sum(0)
+
+
+def one_token(cache: Any, params: Any, token: Any, i: Any) -> Any:
+    return one_row(cache, params, params["up"].T[token, :D], i)
+
+
+def in_order(fn: Any, first: str) -> Any:
+    if first == "cache":
+        return fn
+    return lambda params, cache, x, i: fn(cache, params, x, i)
+
+
+@pytest.mark.parametrize("first", ["params", "cache"])
+def test_a_cache_without_rows_is_none_of_the_state(first: str) -> None:
+    """Of parameters that nobody has stored yet: a tree that no batch is, next to x."""
+    plain, x = make_params(), make_batch(1)["x"][0]
+    step = shardfn.fully_shard(in_order(one_row, first), cpu_mesh(8), min_size=8)
+    mine = expected = {"made": jnp.zeros((4, OUT))}
+    for i in range(3):
+        both = (mine, plain) if first == "cache" else (plain, mine)
+        given, (mine, got) = mine, step(*both, x, i)
+        expected, made = one_row(expected, plain, x, i)
+        assert_same((expected, made), (mine, got), "result", tol=1e-4)
+        assert i == 0 or given["made"].is_deleted()
+    assert not any(x.is_deleted() for x in jax.tree.leaves(plain))
+    position = {"cache": 1, "params": 0}[first]
+    (found, *_) = step.plan(*both, x, 0).notes
+    assert found == f"state: none comes back; read only: argument {position} ('params')"
+
+
+@pytest.mark.parametrize("first", ["params", "cache"])
+def test_a_cache_next_to_scalars_alone_is_asked_about(state: Any, first: str) -> None:
+    """A token may be a place in a buffer, and the parameters a batch for it, unless
+    they are stored."""
+    fn, cache = in_order(one_token, first), {"made": jnp.zeros((4, OUT))}
+    step = shardfn.fully_shard(fn, cpu_mesh(8), min_size=8)
+    params, position = make_params(), {"cache": 1, "params": 0}[first]
+
+    def args(params: Any) -> Any:
+        return ((cache, params) if first == "cache" else (params, cache)) + (3, 0)
+
+    with pytest.raises(shardfn.ShardingError) as caught:
+        step(*args(params))
+    for part in (
+        f"argument {1 - position} ('cache'), which comes back as result 0, may be the",
+        f"Pass state_argnums={1 - position} to fully_shard if that is the state",
+        "If it is a cache of the batch, return the parameters too",
+    ):
+        assert part in str(caught.value)
+    told = shardfn.fully_shard(
+        fn, cpu_mesh(8), min_size=8, state_argnums=position, donate=False
+    )
+    assert_same(fn(*args(params)), told(*args(params)), "result", tol=1e-4)
+    halves = jax.tree.map(lambda p: 0.5 * p, params)
+    assert_same(fn(*args(halves)), step(*args(state)), "result", tol=1e-4)
