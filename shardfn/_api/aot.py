@@ -47,6 +47,7 @@ def report_on(
       The report.
     """
     storage = programs.storage
+    programs.choose_memories(states, batch, target.memory)
     leaves, treedef = storage.leaves(states)
     progress("planning")
     plan = describe(programs.planned(leaves, treedef, batch))

@@ -31,7 +31,8 @@ class Side:
     @property
     def key(self) -> Hashable:
         types = (
-            (x.aval.shape, x.aval.dtype, x.aval.weak_type, x.auto) for x in self.leaves
+            (x.aval.shape, x.aval.dtype, x.aval.weak_type, x.auto, x.memory)
+            for x in self.leaves
         )
         return self.treedef, self.shardings, *types
 

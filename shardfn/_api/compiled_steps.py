@@ -13,6 +13,7 @@ import jax
 
 from shardfn._api.argument_leaves import Side
 from shardfn._api.call_cache import apart
+from shardfn._api.offload_bound import offload_bound
 from shardfn._api.plain_step import PlainStep
 from shardfn._core import compat
 from shardfn._core.call_arguments import (
@@ -22,10 +23,11 @@ from shardfn._core.call_arguments import (
     meaning_of,
     with_caches,
 )
-from shardfn._core.leaves import Leaf
+from shardfn._core.leaves import Leaf, leaf_name
 from shardfn._core.limits import BATCH_KINDS
 from shardfn._core.memories import HOST, kind_of
 from shardfn._core.recent import Recent
+from shardfn._lowering.choose_offload import choose_offload
 from shardfn._lowering.planned_program import Planned
 from shardfn._lowering.shard_map import on_mesh
 from shardfn._lowering.xla_options import Asked, compiler_options
@@ -55,12 +57,35 @@ class Programs:
         axes = self.storage.axes
         batch_leaves, batch_tree = self.storage.batch_leaves(batch)
         split = self.plain.split(batch, batch_leaves, axes, (leaves, treedef))
-        return self.plain.planned(
+        planned = self.plain.planned(
             Side(leaves, self.storage.partition(leaves), treedef),
             Side(tuple(replace(x, auto=()) for x in batch_leaves), split, batch_tree),
             axes,
             self.storage.given.abstract_mesh,
         )
+        return replace(planned, offload=self.storage.choice_of(leaves))
+
+    def choose_memories(
+        self, states: tuple[Any, ...], batch: Rest, memory: int | None = None
+    ) -> None:
+        """Chooses which leaves of a state live on the host, where that is asked and has
+        not been done for such a state.
+
+        Args:
+          states: the state arguments.
+          batch: the others.
+          memory: bytes of a device; None if the devices are to say.
+        """
+        leaves, treedef = self.storage.leaves(states, undecided=True)
+        able = self.storage.to_choose(leaves)
+        names = [leaf_name(leaf.path) for leaf in leaves]
+        keys = [(names[i], leaves[i].aval.shape) for i in able]
+        if all(key in self.storage.chosen for key in keys):
+            return
+        asked, bound = offload_bound(self.storage, memory)
+        planned = self.planned(leaves, treedef, batch)
+        choice = choose_offload(planned, names, able, asked, bound)
+        self.storage.chosen.update(dict.fromkeys(keys, choice))
 
     @property
     def options(self) -> dict[str, Any]:
@@ -133,6 +158,7 @@ class Programs:
 
     def lower(self, states: tuple[Any, ...], batch: Rest) -> jax.stages.Lowered:
         """The jitted step lowered for the devices of the mesh."""
+        self.choose_memories(states, batch)
         return self.lowered(self.traced(states, batch), self.storage.leaves(states)[0])
 
     def lowered(self, traced: Any, leaves: Sequence[Leaf]) -> jax.stages.Lowered:

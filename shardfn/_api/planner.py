@@ -26,6 +26,7 @@ from shardfn._trace.passes import argument
 from shardfn._trace.tied_transposes import fold_transposes
 from shardfn._trace.trace_step import TracedStep
 from shardfn.analysis._listing import make_plan
+from shardfn.analysis._offload_table import why_chosen
 from shardfn.analysis._program_hash import fingerprint_of
 from shardfn.analysis.plan import Plan
 from shardfn.storage._layout import layouts
@@ -200,6 +201,7 @@ def describe(planned: Planned, *, fingerprint: bool = True) -> Plan:
         planned.state,
         planned.notes,
         _layouts(planned),
+        planned.offload,
     )
 
 
@@ -226,6 +228,9 @@ def _memory(leaf: Leaf, planned: Planned) -> list[str]:
     """Why a leaf lives in the memory that it does, if that was asked for."""
     if planned.control.of(leaf_name(leaf.path)).offload is None:
         return []
+    choice = planned.offload
+    if choice is not None and (role := choice.role(leaf_name(leaf.path))) is not None:
+        return [why_chosen(choice, leaf_name(leaf.path), role)]
     if leaf.memory == HOST:
         return ["offload='host' asks for the host's memory"]
     size, least = leaf.aval.size, planned.min_size

@@ -59,6 +59,7 @@ class ReportMethods(StateMethods):
         """
         step, args, named = self.as_pure(args, named)
         states, batch = step._divide(args, named)
+        step.programs.choose_memories(states, batch)
         leaves, treedef = self.storage.leaves(states)
         return describe(step.programs.planned(leaves, treedef, batch))
 
@@ -110,7 +111,7 @@ class ReportMethods(StateMethods):
         there = targets.mesh(target, names, mesh_shape)
         step, args, named = self.as_pure(args, named)
         states, batch = step._divide(args, named)
-        leaves, treedef = self.storage.leaves(states)
+        leaves, treedef = self.storage.leaves(states, undecided=True)
         batch_leaves, batch_tree = self.storage.batch_leaves(batch)
         moved = replace(
             step.programs, storage=self.storage.on(there), _jitted=Recent(1)

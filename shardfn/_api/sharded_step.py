@@ -232,6 +232,7 @@ class ShardedStep(ReportMethods, Generic[P, R]):
           What later calls may skip this for, the state's leaves and the batch's.
         """
         storage = self.storage
+        self.programs.choose_memories(states, batch)
         batch_leaves, batch_tree = self.storage.batch_leaves(batch)
         known = storage.leaves(states)
         split = self.plain.split(batch, batch_leaves, storage.axes, known)

@@ -89,7 +89,7 @@ class StateMethods:
         """
         init_fn = self._with_rows(checked_init(init_fn, args, "abstract"))
         made = made_by(init_fn, args, self.storage.auto_sizes)
-        leaves = self.storage.abstract(self.storage.made_leaves(made))
+        leaves = self.storage.abstract(self.storage.made_leaves(made, undecided=True))
         return in_containers(made.treedef, leaves, "abstract", "ShapeDtypeStructs")
 
     @names_step

@@ -18,7 +18,6 @@ from shardfn._api.options import Options
 from shardfn._api.sharded_step import VERIFY, ShardedStep
 from shardfn._core.control import Control
 from shardfn._core.errors import ShardingError, call_site, cannot_be
-from shardfn._core.memories import HOST
 from shardfn._core.optional import in_use
 from shardfn._core.sharding import named_twice
 
@@ -158,7 +157,7 @@ def check_needs_no_mesh(options: Options, control: Control) -> None:
             f"  fully_shard was called at {call_site()}\n"
             "Pass a mesh, or keep such leaves out of the state."
         )
-    if HOST in control.asked("offload"):
+    if any(control.asked("offload")):
         raise ShardingError(
             f"offload={control.given.get('offload')!r} needs a mesh: without one the "
             "caller's own program takes the state, and says in which memory.\n"

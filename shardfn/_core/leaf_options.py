@@ -231,7 +231,12 @@ class LeafOptions(TypedDict, total=False):
             what an optimizer's moments take. Where an optimizer works element by
             element, as Adam does, they come and go in blocks of rows, so that the
             device holds a block; other leaves come as a whole. Leaves of fewer than
-            `min_size` elements stay. None: the device's.""",
+            `min_size` elements stay. "70GiB": of these leaves only what has to go for
+            the step to take at most so much of each device, by the plan's estimate:
+            moments first, then master weights, then parameters. "auto": the same with
+            the memory of the devices, or of the target of a report. It is chosen when
+            the step is first planned, as that needs the batch, and is then how the
+            state is stored. None: the device's.""",
         ),
     ]
     per_device_state: Annotated[

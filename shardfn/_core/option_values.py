@@ -5,6 +5,7 @@ names the option, the value and what is allowed.
 """
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, get_args
@@ -12,6 +13,7 @@ from typing import Any, Literal, NoReturn, get_args
 import jax.numpy as jnp
 
 from shardfn._core.errors import cannot_be
+from shardfn._core.memories import HOST
 from shardfn._core.quantized import DTYPES, Rounding, is_quantized
 
 ReshardAfterForward = bool | int | Literal["auto"]
@@ -20,7 +22,12 @@ StoredAxis = str | tuple[str, int]
 """A mesh axis that a leaf is stored split over, and which dimension it is to split."""
 
 Stationary = bool | Literal["auto"]
-Offload = Literal["host"]
+Offload = str
+"""`"host"`; or `AUTO` or a size: as much goes there as makes the step fit."""
+
+AUTO = "auto"
+
+_UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "GB": 10**9, "MB": 10**6}
 
 WireDtype = str | tuple[tuple[str, str], ...] | None
 """The dtype in which something moves; or mesh axes over which it is quantized, and to
@@ -112,8 +119,16 @@ def _shown_dtype(value: WireDtype) -> str:
     return repr(dict(value) if isinstance(value, tuple) else value)
 
 
+def size_in(text: str) -> int | None:
+    """The bytes that a text such as "70GiB" names; None if it names none."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]i?B)", text)
+    unit = _UNITS.get(match[2]) if match else None
+    return int(float(match[1]) * unit) if match and unit else None
+
+
 def _offload(value: Any) -> str | None:
-    if value is not None and value not in get_args(Offload):
+    is_known = value is None or (isinstance(value, str) and value in (HOST, AUTO))
+    if not is_known and not (isinstance(value, str) and size_in(value)):
         raise NotAllowed
     return value
 
@@ -173,7 +188,11 @@ AXES = OptionValues(
     _axes,
     show=shown_axes,
 )
-OFFLOAD = OptionValues("None or 'host'", _offload)
+OFFLOAD = OptionValues(
+    "None, 'host', 'auto' or the bytes that a step may take of a device such as "
+    "'70GiB'",
+    _offload,
+)
 PATTERNS = OptionValues(
     "a tuple of path patterns: ('batch_stats/*',)", bool, are_patterns=True
 )

@@ -19,6 +19,7 @@ from shardfn._lowering.choose_stationary import StationaryChoice, choose_station
 from shardfn._propagation.automatic_axes import split_automatically
 from shardfn._propagation.propagate import propagate
 from shardfn._propagation.stationary import can_stay, stationary
+from shardfn._schedule.host_transfers import host_transfers
 from shardfn._schedule.pipeline import schedule
 from shardfn._schedule.widen_reductions import widen
 from shardfn._trace.jaxpr_to_program import make_program
@@ -174,6 +175,13 @@ class _Planner:
                 if required[i] == sharding:
                     required[i] = inputs[i]
         return inputs, required
+
+
+def with_host_leaves(
+    program: Program, body: BodyPlan, leaves: frozenset[int], axes: Axes
+) -> BodyPlan:
+    """A plan with these arguments in the host's memory, and the copies of them."""
+    return host_transfers(program, replace(body, on_host=leaves, host=None), axes)
 
 
 def _without_padding(

@@ -12,6 +12,7 @@ import jax
 from shardfn._core import compat
 from shardfn._core.control import Control
 from shardfn._core.leaves import Leaf
+from shardfn._core.offloading import OffloadChoice
 from shardfn._core.plan import BodyPlan
 from shardfn._core.program import Program, aval_of
 from shardfn._core.sharding import Axes, Sharding
@@ -38,6 +39,7 @@ class Planned:
       unused: mesh axes that nothing is split over, and their devices.
       min_size: leaves with fewer elements stay replicated.
       stationary: which leaves of the state stay where they are, and why.
+      offload: which of them live on the host so that the step fits, if that was asked.
     """
 
     traced: TracedStep
@@ -51,6 +53,7 @@ class Planned:
     unused: tuple[tuple[str, int], ...] = ()
     min_size: int = 0
     stationary: StationaryChoice = StationaryChoice()
+    offload: OffloadChoice | None = None
 
     @property
     def input_avals(self) -> list[Any]:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from shardfn._core.limits import HOST_BLOCK_BYTES
+from shardfn._core.limits import HOST_BLOCK_BYTES, TPU_TILE
 from shardfn._core.memories import DEVICE, HOST
 from shardfn._core.phases import UPDATE, Pass
 from shardfn._core.plan import (
@@ -213,15 +213,21 @@ class _Placement:
         return self.unit([loop])
 
     def blocks_of(self, cluster: Cluster, local: Sequence[int], dim: int) -> int:
-        """Into how many blocks a device's part is cut: the least number that divides
-        its rows and leaves at most so many bytes in a block of the widest leaf."""
-        wide = max(
+        """Into how many blocks a device's part is cut: the least number of those that
+        divide its rows into whole tiles of a TPU, whose compiler ends on others, that
+        leaves at most so many bytes in a block of the widest leaf."""
+        widths = {
             self.program.avals[ref.value].dtype.itemsize
             for ref in (*cluster.read, *cluster.made)
             if self.is_large(ref, cluster)
-        )
-        least, rows = -(-math.prod(local) * wide // HOST_BLOCK_BYTES), local[dim]
-        return next((k for k in range(1, rows) if k >= least and rows % k == 0), rows)
+        }
+        least = -(-math.prod(local) * max(widths) // HOST_BLOCK_BYTES)
+        rows, minor = local[dim], len(local) - dim
+        tile = TPU_TILE[-minor] * 4 // min(4, *widths) if minor <= 2 else 1
+        able = [
+            k for k in range(1, rows + 1) if rows % k == 0 and rows // k % tile == 0
+        ]
+        return next((k for k in able if k >= least), max(able, default=1))
 
     def steps_of(self, cluster: Cluster, after: Ref | None) -> list[Apply | Transfer]:
         """The steps of a cluster, between the copies that it needs and those that it

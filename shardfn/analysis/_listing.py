@@ -17,6 +17,7 @@ from shardfn._core.leaves import Leaf, Names, leaf_name, names_text
 from shardfn._core.line_names import line_name
 from shardfn._core.memories import HOST
 from shardfn._core.moves import AllGather
+from shardfn._core.offloading import OffloadChoice
 from shardfn._core.phases import UPDATE
 from shardfn._core.plan import (
     Apply,
@@ -53,6 +54,7 @@ def make_plan(
     state: Sequence[Leaf],
     notes: tuple[str, ...] = (),
     layouts: Sequence[tuple[Sharding, str]] = (),
+    offload: OffloadChoice | None = None,
 ) -> Plan:
     """Describes a planned step.
 
@@ -65,6 +67,7 @@ def make_plan(
       state: leaves of the state.
       notes: what people should know besides.
       layouts: how each leaf is stored, and why.
+      offload: which leaves were chosen for the host's memory, if any were to be.
 
     Returns:
       The plan with its collectives and M.
@@ -88,6 +91,7 @@ def make_plan(
         operations=tuple(_operations(program, body)),
         transfers=tuple(host_transfers(body, state, axes)),
         on_host=host_leaves(state, body.inputs, axes),
+        offload=offload,
         leaves=tuple(
             LeafLayout(
                 leaf_name(leaf.path),

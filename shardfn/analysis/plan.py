@@ -10,11 +10,13 @@ from jax.stages import Compiled
 
 from shardfn._core import compat
 from shardfn._core.control import Control
+from shardfn._core.offloading import OffloadChoice
 from shardfn._core.plan import BodyPlan
 from shardfn._core.sharding import Axes
 from shardfn.analysis._explain import LeafLayout, Operation, explain
 from shardfn.analysis._host_check import check_host
 from shardfn.analysis._match import verify
+from shardfn.analysis._offload_table import offload_table
 from shardfn.analysis._replicated import Work
 from shardfn.analysis._tables import table
 from shardfn.analysis.collective import Collective
@@ -41,6 +43,8 @@ class Plan:
       transfers: every copy between the host's memory and the device's, in program
         order.
       on_host: the leaves of the state that live in the host's memory.
+      offload: which of them `offload` has chosen so that the step fits, and why; None
+        if nothing was to be chosen.
     """
 
     axes: Axes
@@ -55,6 +59,7 @@ class Plan:
     operations: tuple[Operation, ...] = field(default=(), compare=False, repr=False)
     transfers: tuple[HostTransfer, ...] = ()
     on_host: tuple[LeafOnHost, ...] = ()
+    offload: OffloadChoice | None = field(default=None, compare=False, repr=False)
 
     @property
     def wire_bytes(self) -> int:
@@ -141,4 +146,6 @@ class Plan:
             self.collectives, self.axes, self.parameter_bytes, self.control, self.work
         )
         copies = host_table(self.transfers)
-        return "\n".join([lines, *([f"\n{copies}"] if copies else []), *self.notes])
+        chosen = [] if self.offload is None else [f"\n{offload_table(self.offload)}"]
+        copied = [f"\n{copies}"] if copies else []
+        return "\n".join([lines, *copied, *chosen, *self.notes])

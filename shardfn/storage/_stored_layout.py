@@ -6,7 +6,7 @@ shapes, the avals and shardings of the arrays that store them.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,10 @@ from shardfn._core.automatic_axes import (
     full_spec,
 )
 from shardfn._core.control import NOTHING_ASKED, Control
+from shardfn._core.errors import ShardingError, called
 from shardfn._core.leaves import Leaf, leaf_name
 from shardfn._core.memories import HOST, kind_of
+from shardfn._core.offloading import OffloadChoice
 from shardfn._core.sharding import Axes, Sharding, stored_shape
 from shardfn.storage._layout import layouts
 from shardfn.storage._leaves import abstract, leaves_of
@@ -47,6 +49,9 @@ class StoredLayout:
     `splits` notes, by structure and shapes, how automatic axes split the states that it
     has stored, for tracers of such states: on a mesh without explicit axes their types
     do not say it. Only what a call costs depends on it.
+
+    `chosen` has by name and shape the choice that a leaf was part of whose memory
+    `offload` left to the first plan.
     """
 
     mesh: Mesh
@@ -55,6 +60,9 @@ class StoredLayout:
     min_size: int
     control: Control = NOTHING_ASKED
     splits: dict[tuple[Any, Shapes], list[AutoSplits]] = field(default_factory=dict)
+    chosen: dict[tuple[str, tuple[int, ...]], OffloadChoice] = field(
+        default_factory=dict
+    )
 
     def abstract(self, leaves: Sequence[Leaf]) -> list[jax.ShapeDtypeStruct]:
         """The leaves as arguments without values, still split over automatic axes."""
@@ -105,30 +113,66 @@ class StoredLayout:
         """The leaves of the arguments that are not state, and their structure."""
         return leaves_of(batch, "batch", self.auto_sizes)
 
-    def leaves(self, states: tuple[Any, ...]) -> tuple[tuple[Leaf, ...], Any]:
-        """The leaves of whole or stored states on logical shapes, and their
-        structure."""
+    def leaves(
+        self, states: tuple[Any, ...], undecided: bool = False
+    ) -> tuple[tuple[Leaf, ...], Any]:
+        """The leaves of whole or stored states on logical shapes, and their structure;
+        if `undecided`, with those on the device whose memory is to be chosen."""
         refuse_shared(states)
         leaves, treedef = leaves_of(states, "state", self.auto_sizes)
         known = self.splits.get((treedef, _shapes(leaves)), [])
         leaves = _like_moments(_split_as_known(jax.tree.leaves(states), leaves, known))
-        return tuple(map(self._in_memory, leaves)), treedef
+        return tuple(self._in_memory(x, undecided) for x in leaves), treedef
 
-    def made_leaves(self, made: Made) -> tuple[Leaf, ...]:
-        """The leaves of a state that a function makes."""
+    def made_leaves(self, made: Made, undecided: bool = False) -> tuple[Leaf, ...]:
+        """The leaves of a state that a function makes, as `leaves` gives them."""
         sizes = self.auto_sizes
         leaves = (
             Leaf(path, abstract(x, path, "state"), auto_split(x, x.shape, sizes))
             for path, x in zip(made.paths, made.leaves, strict=True)
         )
-        return tuple(map(self._in_memory, _like_moments(list(leaves))))
+        each = _like_moments(list(leaves))
+        return tuple(self._in_memory(leaf, undecided) for leaf in each)
 
-    def _in_memory(self, leaf: Leaf) -> Leaf:
+    def _in_memory(self, leaf: Leaf, undecided: bool) -> Leaf:
         """A leaf of the state with the memory that stores it."""
-        aval, asked = leaf.aval, self.control.of(leaf_name(leaf.path)).offload
-        if asked != HOST or compat.is_key(aval.dtype):
+        name, aval = leaf_name(leaf.path), leaf.aval
+        asked = self.control.of(name).offload
+        if asked is None or not self.may_leave(leaf):
             return leaf
-        return replace(leaf, memory=HOST) if aval.size >= self.min_size else leaf
+        if asked != HOST and not undecided:
+            choice = self.chosen.get((name, aval.shape))
+            if choice is None:
+                self._refuse_undecided(name, asked)
+            asked = HOST if name in choice.leaves else asked
+        return replace(leaf, memory=HOST) if asked == HOST else leaf
+
+    def may_leave(self, leaf: Leaf) -> bool:
+        """Whether a leaf may live on the host: it is large, and no PRNG key."""
+        return leaf.aval.size >= self.min_size and not compat.is_key(leaf.aval.dtype)
+
+    def choice_of(self, leaves: Sequence[Leaf]) -> OffloadChoice | None:
+        """The choice that leaves of a state were part of, if there was one."""
+        keys = ((leaf_name(leaf.path), leaf.aval.shape) for leaf in leaves)
+        found = (self.chosen[key] for key in keys if key in self.chosen)
+        return next(found, None)
+
+    def to_choose(self, leaves: Sequence[Leaf]) -> list[int]:
+        """The positions of the leaves whose memory is to be chosen."""
+        asked = [self.control.of(leaf_name(leaf.path)).offload for leaf in leaves]
+        return [
+            i
+            for i, leaf in enumerate(leaves)
+            if asked[i] not in (None, HOST) and self.may_leave(leaf)
+        ]
+
+    def _refuse_undecided(self, name: str, asked: str) -> NoReturn:
+        raise ShardingError(
+            f"offload={asked!r} has not chosen a memory for state leaf '{name}' yet: "
+            f"what has to leave depends on what the step takes of a batch.\n{called()}"
+            "Call step.plan(state, batch) first, which chooses it; shapes are enough: "
+            "step.plan(step.abstract(init_fn), batch)."
+        )
 
     def each(self, leaves: Sequence[Leaf]) -> list[tuple[Leaf, Sharding]]:
         return list(zip(leaves, self.partition(leaves), strict=True))

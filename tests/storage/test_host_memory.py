@@ -148,13 +148,14 @@ def test_a_step_that_does_not_know_of_it_says_so() -> None:
 
 
 def test_without_a_mesh_there_is_no_memory_to_name() -> None:
-    with pytest.raises(shardfn.ShardingError, match="offload=.* needs a mesh"):
-        shardfn.fully_shard(train, axis="data", offload={"m/*": "host"})
+    for memory in ("host", "auto", "70GiB"):
+        with pytest.raises(shardfn.ShardingError, match="offload=.* needs a mesh"):
+            shardfn.fully_shard(train, axis="data", offload={"m/*": memory})
 
 
 @pytest.mark.parametrize("value", ["disk", True, "device"])
 def test_other_memories_are_refused(value) -> None:
-    with pytest.raises(ValueError, match="None or 'host'"):
+    with pytest.raises(ValueError, match="None, 'host', 'auto' or the bytes"):
         shardfn.fully_shard(train, MESH, offload={"m/*": value})
 
 

@@ -1,0 +1,144 @@
+"""Which leaves of a state leave for the host's memory, so that a step fits.
+
+In: a step planned with them in the device's memory, and the bytes that it may take.
+Out: a choice that copies few bytes over the host's link: what only the update reads
+goes first, leaf by leaf, and no more of it than has to.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from shardfn._core.offloading import (
+    MASTERS,
+    MOMENTS,
+    PARAMETERS,
+    ROLES,
+    OffloadChoice,
+    OffloadGroup,
+)
+from shardfn._core.phases import UPDATE
+from shardfn._core.plan import Apply, reads
+from shardfn._core.program import Program, number_of
+from shardfn._lowering.peak_bytes import local_bytes, peak_bytes
+from shardfn._lowering.plan_jaxpr import with_host_leaves
+from shardfn._lowering.planned_program import Planned
+
+Bytes = Mapping[int, int]
+"""Of leaves of the state, by position, the bytes that a device stores."""
+
+
+def choose_offload(
+    planned: Planned, names: Sequence[str], able: Sequence[int], asked: str, bound: int
+) -> OffloadChoice:
+    """The leaves that go to the host.
+
+    Args:
+      planned: the step, with those in the device's memory that are to be chosen from.
+      names: of all leaves of the state.
+      able: the positions of those to be chosen from.
+      asked: as the user wrote it.
+      bound: bytes that the step may take of each device.
+
+    Returns:
+      The choice; of one that does not fit, with all leaves on the host.
+    """
+    program, axes = planned.program, planned.axes
+    plain = replace(planned.body, host=None)
+
+    def taken(on_host: frozenset[int]) -> int:
+        body = with_host_leaves(program, plain, on_host | planned.body.on_host, axes)
+        return peak_bytes(program, body, axes)
+
+    without = taken(frozenset())
+    roles = {i: _role(planned, i) for i in able}
+    sizes = {
+        i: local_bytes(program, program.inputs[i], planned.stored[i], axes)
+        for i in able
+    }
+    chosen: frozenset[int] = frozenset()
+    now = without
+    for role in ROLES:
+        of_role = {i: sizes[i] for i in able if roles[i] == role}
+        chosen, now = _enough(of_role, chosen, now, bound, taken)
+    return OffloadChoice(
+        asked,
+        bound,
+        without,
+        now,
+        tuple(
+            OffloadGroup(
+                role,
+                {names[i]: sizes[i] for i in able if roles[i] == role},
+                frozenset(names[i] for i in chosen if roles[i] == role),
+            )
+            for role in ROLES
+        ),
+    )
+
+
+def _enough(
+    sizes: Bytes,
+    chosen: frozenset[int],
+    now: int,
+    bound: int,
+    taken: Callable[[frozenset[int]], int],
+) -> tuple[frozenset[int], int]:
+    """`chosen` with as many leaves more as make a step fit, or all of them, and what it
+    takes then. Plans say what a choice frees, bytes only what to try."""
+    mine, before = set[int](), now
+    while now > bound and len(mine) < len(sizes):
+        left = {i: size for i, size in sizes.items() if i not in mine}
+        mine.update(_covering(left, now - bound))
+        now = taken(chosen | mine)
+    if now > bound and now >= before:  # whole copies of them take as much
+        return chosen, before
+    for i in sorted(mine, key=lambda i: -sizes[i]):
+        if sizes[i] <= bound - now:
+            without = taken(chosen | mine - {i})
+            if without <= bound:
+                mine.remove(i)
+                now = without
+    return chosen | mine, now
+
+
+def _covering(sizes: Bytes, need: int) -> Iterator[int]:
+    """Leaves of at least `need` bytes together, or all, few of them more than needed:
+    the largest as long as none is enough, then the smallest that is."""
+    left = dict(sizes)
+    while left and need > 0:
+        enough = [i for i, size in left.items() if size >= need]
+        best = min if enough else max
+        i = best(enough or left, key=left.__getitem__)
+        need -= left.pop(i)
+        yield i
+
+
+def _role(planned: Planned, leaf: int) -> str:
+    """What a leaf is to a step: what other passes than the update read is a parameter;
+    of the others, what a parameter is a copy of in another dtype is a master weight."""
+    program, value = planned.program, planned.program.inputs[leaf]
+    for step in planned.body.steps:
+        if any(ref.value == value for ref in reads(step)):
+            if isinstance(step, Apply):
+                during = program.nodes[step.node].during
+            else:
+                during = step.during
+            if during.phase != UPDATE:
+                return PARAMETERS
+    others = (j for j in range(len(planned.state)) if j != leaf)
+    copies = {_copied(program, j) for j in others}
+    return MASTERS if number_of(program.outputs[leaf]) in copies else MOMENTS
+
+
+def _copied(program: Program, output: int) -> int | None:
+    """The value that an output is a copy of in another dtype, if it is one."""
+    value = number_of(program.outputs[output])
+    made = {v: node for node in program.nodes for v in node.outputs}
+    node = made.get(value)
+    if node is None or node.kind != "op" or node.rule is None or len(node.inputs) != 1:
+        return None
+    (given,) = node.inputs
+    if not isinstance(given, int) or not node.rule.flat:
+        return None
+    alike = program.avals[given].dtype == program.avals[value].dtype
+    return None if alike else given
