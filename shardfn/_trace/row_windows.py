@@ -20,6 +20,7 @@ from shardfn._core.program import Atom
 from shardfn._trace.dim_marks import FIXED, ROWS, Marks
 from shardfn._trace.op_on_all_rows import DependsOnPlace, RowOperand, Site, site_of
 from shardfn._trace.row_cuts import RowCuts, apart
+from shardfn._trace.row_rolls import Rolls, cuts_of_two
 from shardfn._trace.row_shifts import Pieces, RowPiece, cuts, join, shaped
 
 Rewritten = tuple[Any, tuple[Atom, ...]]
@@ -27,10 +28,11 @@ Rewritten = tuple[Any, tuple[Atom, ...]]
 
 def cuts_most(closed: Any) -> bool:
     """Whether an equation of a jaxpr, or of one in it, cuts more than half out of a
-    dimension."""
+    dimension, or half of it that may be all rows of another."""
     jaxpr, _ = compat.open_jaxpr(closed)
     return any(
-        any(_is_most(size, rows) for rows, size in _sizes(eqn))
+        cuts_of_two(eqn)
+        or any(_is_most(size, rows) for rows, size in _sizes(eqn))
         or any(map(cuts_most, jaxprs_in_params(eqn.params)))
         for eqn in jaxpr.eqns
     )
@@ -65,9 +67,11 @@ class Windows:
     marks: dict[int, Marks] = field(default_factory=dict)
     spread: dict[int, tuple[JaxprEqn, tuple[Atom, ...]]] = field(default_factory=dict)
     cuts: RowCuts = field(init=False)
+    rolls: Rolls = field(init=False)
 
     def __post_init__(self) -> None:
         self.cuts = RowCuts(self.pieces)
+        self.rolls = Rolls(self.pieces)
 
     def equation(
         self,
@@ -80,6 +84,8 @@ class Windows:
         """Notes what an equation makes."""
         if eqn.primitive.name == "broadcast_in_dim":
             self.spread[results[0]] = eqn, operands
+        if len(results) == 1:
+            self.rolls.equation(eqn, operands, results[0], zeros)
         rows = [mark == ROWS for mark in self.marks[results[0]]] if results else ()
         if len(results) == 1 and any(rows):
             self.cuts.equation(eqn, operands, results[0], rule, zeros, rows)
@@ -109,6 +115,9 @@ class Windows:
     ) -> Rewritten | None:
         """A jaxpr that does what `eqn` does on all rows, and its operands; None if it
         has no piece of rows, or what it does depends on where a row lies."""
+        rolled = self.rolls.source(eqn, operands)
+        if rolled is not None and self.marks[rolled[0]][rolled[1]] == ROWS:
+            return self.rolls.rolled(eqn, operands)
         first = operands[0] if operands else -1
         marks = self.marks.get(first, ()) if isinstance(first, int) else ()
         if ROWS in marks and any(marks[dim] == ROWS for dim, _, n in cuts(eqn) if n):

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
+from shardfn._core.clamped_index import clamped
 from shardfn._core.compat import primitives
 from shardfn._core.make_rule import make_rule
 from shardfn._core.op_sharding_rule import OpShardingRule
@@ -27,7 +28,6 @@ from shardfn.rules._factors import (
     take,
 )
 from shardfn.rules._selection import selection_rule
-from shardfn.rules.slicing import clamped
 
 
 def _local_sizes(op: LocalOp, sizes: Sequence[int]) -> tuple[int, ...]:

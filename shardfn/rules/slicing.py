@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 
+from shardfn._core.clamped_index import clamped
 from shardfn._core.compat import primitives
 from shardfn._core.make_rule import make_rule
 from shardfn._core.op_sharding_rule import OpShardingRule
@@ -140,17 +141,6 @@ def _slice(eqn: JaxprEqn) -> OpShardingRule:
         return partly_changed(eqn, linear="each")
     changed = [n != m for n, m in zip(shape_of(eqn), result_shape(eqn), strict=True)]
     return _slice_rule(eqn, changed, "each")
-
-
-def clamped(index: jax.Array, limit: int) -> jax.Array:
-    """An index as JAX moves it, between 0 and `limit`, as int32.
-
-    It is compared in its own dtype: one of uint32 or int64 may be none of int32, and
-    `limit` none of a narrow dtype.
-    """
-    bound = min(limit, int(jnp.iinfo(index.dtype).max))
-    zero, bound = (jnp.asarray(n, index.dtype) for n in (0, bound))
-    return lax.clamp(zero, index, bound).astype(jnp.int32)
 
 
 def _clamped(op: LocalOp, starts: Sequence[jax.Array], sizes: Sequence[int]) -> list:
