@@ -17,6 +17,7 @@ from shardfn._core.errors import (
     ReplicatedComputeWarning as ReplicatedComputeWarning,
 )
 from shardfn._core.errors import ShardingError as ShardingError
+from shardfn._core.errors import StaticArgumentWarning as StaticArgumentWarning
 from shardfn._core.errors import (
     UnsupportedPrimitiveWarning as UnsupportedPrimitiveWarning,
 )

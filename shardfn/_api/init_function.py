@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from shardfn._core.errors import ShardingError, called
+from shardfn._core.static_leaves import close_static, open_static
 from shardfn.storage._leaves import leaves_of
 from shardfn.storage._shared_variables import refuse_shared
 
@@ -19,7 +20,8 @@ from shardfn.storage._shared_variables import refuse_shared
 def checked_init(
     init_fn: Callable[..., Any], args: Sequence[Any], method: str
 ) -> Callable[..., Any]:
-    """`init_fn`, which raises where it returns a leaf that is no array.
+    """`init_fn` on closed arguments, which returns the state closed: leaves that are no
+    arrays are static, or it raises where they cannot be.
 
     Args:
       init_fn: what `method` was given first.
@@ -43,7 +45,7 @@ def checked_init(
 
     @functools.wraps(init_fn, updated=())
     def make(*args: Any) -> Any:
-        made = init_fn(*args)
+        made = close_static(init_fn(*map(open_static, args)))
         leaves_of((made,), "state")
         refuse_shared((made,))
         return made

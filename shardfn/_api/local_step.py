@@ -40,6 +40,13 @@ from shardfn._core.sharding import (
     Sharding,
     partition_spec,
 )
+from shardfn._core.static_leaves import (
+    close_call,
+    close_static,
+    has_static,
+    open_static,
+    returns_closed,
+)
 from shardfn._lowering.collectives import run_move
 from shardfn._lowering.move_lowerings import varying
 from shardfn.storage._leaves import leaves_of
@@ -73,6 +80,7 @@ class LocalStep(Generic[P, R]):
     )
     _bound: Known = field(default_factory=dict, repr=False)
     _owner: Any = None
+    _closed: "list[LocalStep[..., Any]]" = field(default_factory=list, repr=False)
 
     @overload
     def __get__(self, owner: None, of: Any = None) -> "LocalStep[P, R]": ...
@@ -117,6 +125,8 @@ class LocalStep(Generic[P, R]):
         Raises:
           ShardingError: the mesh axes are not bound here, or the state is unknown.
         """
+        if has_static((args, named)):
+            return open_static(self._on_closed(args, named))
         axes = self._axes()
         call = local_call(self.plain, args, named, self._given, axes, self._found)
         planned = self.plain.planned(call.state, call.batch, axes)
@@ -141,11 +151,13 @@ class LocalStep(Generic[P, R]):
           The state; no device holds a whole leaf that can be made in parts.
         """
         axes, init_fn = self._axes(), checked_init(init_fn, args, "init")
+        args = close_static(args)
         given = self._see(jax.eval_shape(init_fn, *args))
         planned = plan_init(
             init_fn, args, self.plain.partition(given.whole, axes), axes
         )
-        return jax.tree.unflatten(given.treedef, planned(*jax.tree.leaves(args)))
+        made = planned(*jax.tree.leaves(args))
+        return open_static(jax.tree.unflatten(given.treedef, made))
 
     @names_step
     def shard(self, state: State) -> State:
@@ -157,9 +169,10 @@ class LocalStep(Generic[P, R]):
         Returns:
           The same pytree of local shards.
         """
+        state = close_static(state)
         axes, given = self._axes(), self._see(state)
         stored = Stored(given.shapes, self.plain.partition(given.whole, axes))
-        return self._moved(state, stored, axes, to_whole=False)
+        return open_static(self._moved(state, stored, axes, to_whole=False))
 
     @names_step
     def unshard(self, state: State) -> State:
@@ -171,7 +184,7 @@ class LocalStep(Generic[P, R]):
         Returns:
           The same pytree with every leaf whole.
         """
-        axes = self._axes()
+        axes, state = self._axes(), close_static(state)
         readings = self._given.readings(state, axes, self.plain.partition)
         if len(readings) != 1:
             raise unknown_state("the state", state, readings, self._given)
@@ -182,7 +195,7 @@ class LocalStep(Generic[P, R]):
             strict=True,
         ):
             check_split(x, leaf, stored, axes)
-        return self._moved(state, readings[0], axes, to_whole=True)
+        return open_static(self._moved(state, readings[0], axes, to_whole=True))
 
     @names_step
     def specs(self, state: Any, mesh: Mesh) -> Any:
@@ -196,11 +209,11 @@ class LocalStep(Generic[P, R]):
           Pytree of `PartitionSpec`.
         """
         axes = Axes(self.names, tuple(mesh.shape[n] for n in self.names))
-        given = self._see(state)
+        given = self._see(close_static(state))
         specs = [
             partition_spec(s, axes) for s in self.plain.partition(given.whole, axes)
         ]
-        return jax.tree.unflatten(given.treedef, specs)
+        return open_static(jax.tree.unflatten(given.treedef, specs))
 
     def with_state(self, *states: Any) -> "LocalStep[P, R]":
         """The step for these states and no others, where shards could be of several.
@@ -218,12 +231,24 @@ class LocalStep(Generic[P, R]):
           >>> local.with_state(jnp.zeros((16, 2)))
           LocalStep(<lambda> over data)
         """
-        given = self._given.only(states)
-        step = replace(self, _given=given, _found=Recent(BATCH_KINDS), _bound={})
+        given = self._given.only(tuple(map(close_static, states)))
+        step = replace(
+            self, _given=given, _found=Recent(BATCH_KINDS), _bound={}, _closed=[]
+        )
         functools.update_wrapper(step, self, updated=())
         return step
 
     # Inside
+
+    def _on_closed(self, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """What the step returns, closed, of arguments with leaves that are no arrays:
+        those are static."""
+        if not self._closed:
+            plain = self.plain.of(returns_closed(self.plain.step))
+            found: Any = Recent(BATCH_KINDS)
+            self._closed.append(replace(self, plain=plain, _found=found, _closed=[]))
+        args, named = close_call(args, named)
+        return self._closed[0](*args, **named)
 
     def _axes(self) -> Axes:
         try:

@@ -21,11 +21,18 @@ from shardfn._api.nnx_modules import Call, call_of, has_modules
 from shardfn._api.report_methods import ReportMethods
 from shardfn._api.state_methods import is_traced
 from shardfn._api.static_arguments import advises_binding
+from shardfn._api.static_kinds import StaticKinds
 from shardfn._core import compat
 from shardfn._core.call_arguments import Named, Rest
 from shardfn._core.errors import ShardingError, names_step
 from shardfn._core.limits import BATCH_KINDS
 from shardfn._core.recent import Recent
+from shardfn._core.static_leaves import (
+    close_call,
+    has_static,
+    open_static,
+    returns_closed,
+)
 from shardfn._trace.purity import leaked_tracer
 from shardfn.storage._leaves import leaves_of
 
@@ -35,6 +42,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Own = ParamSpec("Own")
 """The parameters of a method but the object."""
+
+
+def _recent() -> Any:
+    return field(default_factory=lambda: Recent(BATCH_KINDS), repr=False)
 
 
 @dataclass(eq=False, repr=False)
@@ -48,20 +59,14 @@ class ShardedStep(ReportMethods, Generic[P, R]):
     """
 
     verify: str = "off"
-    _ready: Recent[Any, Ready] = field(
-        default_factory=lambda: Recent(BATCH_KINDS), repr=False
-    )
-    _divisions: Recent[Any, Division | None] = field(
-        default_factory=lambda: Recent(BATCH_KINDS), repr=False
-    )
-    _checked: Recent[Any, bool] = field(
-        default_factory=lambda: Recent(BATCH_KINDS), repr=False
-    )
+    _ready: Recent[Any, Ready] = _recent()
+    _divisions: Recent[Any, Division | None] = _recent()
+    _checked: Recent[Any, bool] = _recent()
     _bound: Known = field(default_factory=dict, repr=False)
     _owner: Any = None
-    _in_place: Recent[Any, "ShardedStep[..., Any] | None"] = field(
-        default_factory=lambda: Recent(BATCH_KINDS), repr=False
-    )
+    _closed: "list[ShardedStep[..., Any]]" = field(default_factory=list, repr=False)
+    _static: StaticKinds = field(default_factory=StaticKinds, repr=False)
+    _in_place: Recent[Any, "ShardedStep[..., Any] | None"] = _recent()
 
     @overload
     def __get__(self, owner: None, of: Any = None) -> "ShardedStep[P, R]": ...
@@ -79,15 +84,15 @@ class ShardedStep(ReportMethods, Generic[P, R]):
             return self
 
         def make(method: Method) -> ShardedStep:
-            own, of = self.plain.of(method), self.programs
-            programs = Programs(own, of.storage, of.donate, of.asked)
-            return ShardedStep(programs, self.verify)
+            return self._like(method)
 
         step = replace(bound_to(owner, function, self._bound, make), _owner=owner)
         functools.update_wrapper(step, MethodType(function, owner), updated=())
         return step
 
     def __repr__(self) -> str:
+        if self._closed and not self.plain.found:
+            return repr(self._closed[0])
         sizes = zip(self.storage.axes.names, self.storage.axes.sizes, strict=True)
         over = ", ".join(f"{axis}={size}" for axis, size in sizes)
         name = getattr(self.plain.step, "__name__", "step")
@@ -145,6 +150,9 @@ class ShardedStep(ReportMethods, Generic[P, R]):
         stored, known = (None, None) if ready is None else ready.arrays(state)
         placed = None if ready is None else ready.place(flat_batch)
         if ready is None or stored is None or placed is None:
+            if has_static(given_args):
+                step, closed, by_name = self._on_closed(args, named)
+                return open_static(step(*closed, **by_name))
             states, batch = self._divide(given_args, {})
             flat_batch, known = jax.tree.leaves(batch), None
             ready, stored, placed = self._prepare(states, batch)
@@ -174,7 +182,7 @@ class ShardedStep(ReportMethods, Generic[P, R]):
         self, args: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple["ShardedStep[..., Any]", tuple[Any, ...], dict[str, Any]]:
         """The step and its arguments, with variables in place of modules that it
-        updates in place.
+        updates in place, and with leaves that are no arrays in the structure.
 
         Args:
           args: the step's arguments by position.
@@ -183,10 +191,30 @@ class ShardedStep(ReportMethods, Generic[P, R]):
         Returns:
           A step that is a pure function, and the same arguments for it.
         """
+        if has_static((args, named)):
+            step, args, named = self._on_closed(args, named)
+            return step.as_pure(args, named)
         if has_modules(args, named) and (found := self._modules(args, named)):
             step, call = found
             return step, *call.arguments
         return self, args, named
+
+    def _on_closed(
+        self, args: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple["ShardedStep[..., Any]", tuple[Any, ...], dict[str, Any]]:
+        """The step on closed arguments, which returns them closed, and those."""
+        if not self._closed:
+            self._closed.append(self._like(returns_closed(self.plain.step)))
+        args, named = close_call(args, named)
+        self._static.check((args, named))
+        return self._closed[0], args, named
+
+    def _like(self, step: Any, *states: int) -> "ShardedStep[..., Any]":
+        """Another step with these options; `states` are the positions of its state."""
+        plain, of = self.plain.of(step), self.programs
+        plain = replace(plain, state_argnums=states) if states else plain
+        programs = Programs(plain, of.storage, of.donate, of.asked)
+        return ShardedStep(programs, self.verify)
 
     def _modules(
         self, args: tuple[Any, ...], named: dict[str, Any]
@@ -194,6 +222,8 @@ class ShardedStep(ReportMethods, Generic[P, R]):
         """For a call with modules of nnx: the step on their variables, and the call;
         None if the step returns the modules, as a function of pytrees does."""
         call = call_of(self.plain.step, args, named)
+        if has_static(call.others):  # closed first
+            return None
         key = call.positions, tuple(call.modules), jax.tree.structure((args, named))
         if key not in self._in_place and self.plain.state_argnums is None:
             found = self._on_variables(call)
@@ -206,12 +236,12 @@ class ShardedStep(ReportMethods, Generic[P, R]):
     def _on_variables(self, call: Call) -> tuple["ShardedStep[..., Any] | None"] | None:
         """The step on the variables, if it updates them in place; None where it cannot
         be traced."""
-        plain = replace(self.plain.of(call.pure(self.plain.step)), state_argnums=(0,))
+        step = self._like(call.pure(self.plain.step), 0)
         positional, named = call.arguments
         given = (*positional, Named(named)) if named else positional
         axes, mesh = self.storage.axes, self.storage.given.abstract_mesh
         try:
-            traced = plain.traced(*leaves_of(given, "argument"), axes, mesh)
+            traced = step.plain.traced(*leaves_of(given, "argument"), axes, mesh)
         except ShardingError:  # a leaf that is no array, which is said elsewhere
             return None
         if traced is None:
@@ -219,9 +249,7 @@ class ShardedStep(ReportMethods, Generic[P, R]):
         if call.comes_back(traced[1].out):
             return (None,)
         call.check_others()
-        of = self.programs
-        programs = Programs(plain, of.storage, of.donate, of.asked)
-        return (ShardedStep(programs, self.verify),)
+        return (step,)
 
     def _prepare(
         self, states: tuple[Any, ...], batch: Rest

@@ -19,6 +19,7 @@ from shardfn._api.plain_step import PlainStep
 from shardfn._core import compat, processes
 from shardfn._core.automatic_axes import made_by
 from shardfn._core.errors import names_step
+from shardfn._core.static_leaves import close_static, open_static
 from shardfn.storage._init_state import make_leaves
 from shardfn.storage._layout import with_device_rows
 from shardfn.storage._leaves import batch_shardings, refuse_unsure
@@ -68,11 +69,13 @@ class StateMethods:
         """
         storage = self.storage
         init_fn = self._with_rows(checked_init(init_fn, args, "init"))
+        args = close_static(args)
         made = made_by(init_fn, args, storage.auto_sizes)
         leaves, traced = storage.made_leaves(made), is_traced(args)
         out = make_leaves(*storage.stored_init(init_fn, leaves, whole=traced), args)
         storage.note_splits(leaves, treedef_tuple((made.treedef,)))
-        return jax.tree.unflatten(made.treedef, storage.as_leaves(out, leaves))
+        made_leaves = storage.as_leaves(out, leaves)
+        return open_static(jax.tree.unflatten(made.treedef, made_leaves))
 
     @names_step
     def abstract(self, init_fn: Callable[..., State], *args: Any) -> State:
@@ -88,9 +91,10 @@ class StateMethods:
           `restore` of `shardfn.storage.checkpoint` take it.
         """
         init_fn = self._with_rows(checked_init(init_fn, args, "abstract"))
-        made = made_by(init_fn, args, self.storage.auto_sizes)
+        made = made_by(init_fn, close_static(args), self.storage.auto_sizes)
         leaves = self.storage.abstract(self.storage.made_leaves(made, undecided=True))
-        return in_containers(made.treedef, leaves, "abstract", "ShapeDtypeStructs")
+        made = in_containers(made.treedef, leaves, "abstract", "ShapeDtypeStructs")
+        return open_static(made)
 
     @names_step
     def shard(self, state: State) -> State:
@@ -104,6 +108,7 @@ class StateMethods:
           `fully_shard`, and over other mesh axes as it comes in. A leaf that no
           dimension divides is stored padded, or flattened and padded.
         """
+        state = close_static(state)
         if self.storage.control.asked("per_device_state"):
             state = with_device_rows(state, self.storage.axes, self.storage.control)
         storage, traced = self.storage, is_traced(state)
@@ -113,7 +118,8 @@ class StateMethods:
             jax.numpy.copy(x) if x is old and not traced else x
             for x, old in zip(stored, given, strict=True)
         ]
-        return jax.tree.unflatten(treedef, storage.as_leaves(stored, leaves))[0]
+        made = jax.tree.unflatten(treedef, storage.as_leaves(stored, leaves))
+        return open_static(made[0])
 
     @overload
     def unshard(self, state: State, process: None = None) -> State: ...
@@ -138,10 +144,11 @@ class StateMethods:
           ShardingError: the mesh has devices of several processes, and `process` is
             not given.
         """
+        state = close_static(state)
         if process is None:
-            return self.storage.whole((state,))[0]
+            return open_static(self.storage.whole((state,))[0])
         whole = self.storage.whole_on(process, (state,))
-        return None if whole is None else whole[0]
+        return None if whole is None else open_static(whole[0])
 
     @names_step
     def local_batch(self, *batch: Any) -> Any:
@@ -165,6 +172,7 @@ class StateMethods:
           >>> step.local_batch(np.ones((16, 2))).sharding.spec
           P('data',)
         """
+        batch = close_static(batch)
         leaves, treedef = self.storage.batch_leaves(batch)
         axes, several = self.storage.axes, len(processes.of(self.mesh.devices.flat)) > 1
 
@@ -188,7 +196,7 @@ class StateMethods:
                 jax.tree.leaves(batch), leaves, split, strict=True
             )
         ]
-        made = jax.tree.unflatten(treedef, arrays)
+        made = open_static(jax.tree.unflatten(treedef, arrays))
         return made[0] if len(made) == 1 else made
 
     @names_step
@@ -201,10 +209,11 @@ class StateMethods:
         Returns:
           Pytree of `NamedSharding`.
         """
-        leaves, treedef = self.storage.leaves((state,))
+        leaves, treedef = self.storage.leaves((close_static(state),))
         avals = [self.storage.whole_aval(x, s) for x, s in self.storage.each(leaves)]
         shardings = [x.sharding for x in avals]
-        return in_containers(treedef, shardings, "shardings", "NamedShardings")[0]
+        made = in_containers(treedef, shardings, "shardings", "NamedShardings")
+        return open_static(made[0])
 
     def _with_rows(self, init_fn: Callable[..., Any]) -> Callable[..., Any]:
         """`init_fn` with a row for each device in what devices keep for themselves."""

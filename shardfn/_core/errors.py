@@ -46,6 +46,10 @@ class UnusedAxisWarning(UserWarning):
     """Nothing is split over an axis of the mesh."""
 
 
+class StaticArgumentWarning(UserWarning):
+    """A step is compiled for each value of a leaf that is no array."""
+
+
 class InexactSignWarning(UserWarning):
     """An update takes the sign of a gradient whose terms are quantized."""
 

@@ -216,6 +216,11 @@ DECIDED_BY_ROUNDING = 0.1
 """A leaf that rounding moves by more is not compared to any use. `ROUNDING_FACTOR`
 times as much, which a leaf that is compared may differ, is less than the leaf."""
 
+# How many calls are alike
+
+STATIC_KINDS = 8
+"""Values of leaves that are no arrays, each compiled for, before a step warns."""
+
 # How much is shown
 
 SHOWN_LEAVES = 8

@@ -13,6 +13,11 @@ def in_use(*names: str) -> list[ModuleType]:
     return [found for name in names if (found := sys.modules.get(name)) is not None]
 
 
+def equinox() -> ModuleType | None:
+    """`equinox`, or None where it is not in use."""
+    return sys.modules.get("equinox")
+
+
 def flax_nnx() -> ModuleType | None:
     """`flax.nnx`, or None where it is not in use."""
     return sys.modules.get("flax.nnx")

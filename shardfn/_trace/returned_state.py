@@ -25,6 +25,7 @@ from shardfn._core.errors import (
 )
 from shardfn._core.leaves import Leaf, leaf_name, path_name
 from shardfn._core.limits import SHOWN_STATIC
+from shardfn._core.static_leaves import Static
 from shardfn._trace.containers import Closed, opened
 from shardfn._trace.state_texts import change
 
@@ -77,21 +78,24 @@ def check_state(
             )
 
 
-def _check_static(old: Any, new: Any) -> None:
+def _check_static(old: Any, new: Any, path: tuple[Any, ...] = ()) -> None:
     """Raises if a container of one type has other static data in two states."""
     before, after = (jax.tree.structure(x).node_data() for x in (old, new))
     if before is None or after is None or before[0] is not after[0]:
         return
     if before[1] != after[1]:
         name, was, becomes = _changed(old, new) or _differing(before[1], after[1])
+        part = f"{name or 'a part'} of {type(old).__name__}"
+        if isinstance(old, Static):
+            part, was, becomes = f"leaf '{path_name(path)}'", old, new
         raise ShardingError(
-            f"{step_name()} changes static data of its state: {name or 'a part'} of "
-            f"{type(old).__name__} from {_short(was)} to {_short(becomes)}.\n{called()}"
+            f"{step_name()} changes static data of its state: {part} "
+            f"from {_short(was)} to {_short(becomes)}.\n{called()}"
             "It is no array, and what is compiled has the old one. Keep what changes "
             "in an array, of a module in nnx.Variable(jnp.array(0)), or leave it."
         )
     for key, child in (children(old) or {}).items():
-        _check_static(child, (children(new) or {}).get(key))
+        _check_static(child, (children(new) or {}).get(key), (*path, key))
 
 
 def _changed(old: Any, new: Any) -> tuple[str, Any, Any] | None:

@@ -16,6 +16,7 @@ from jax.tree_util import tree_flatten_with_path
 
 from shardfn._core import compat
 from shardfn._core.automatic_axes import auto_split
+from shardfn._core.call_arguments import Named
 from shardfn._core.errors import ShardingError, called
 from shardfn._core.leaves import Leaf, path_name
 from shardfn._core.sharding import (
@@ -71,9 +72,9 @@ def abstract(leaf: Any, path: Sequence[Any], what: str) -> jax.ShapeDtypeStruct:
     raise ShardingError(
         f"{what} leaf '{path_name(path) or what}' is {_kind(leaf)}.\n"
         f"{called()}"
-        "Pass arrays, numbers or ShapeDtypeStructs; keep functions and other static "
-        "parts outside, for example with functools.partial or eqx.partition: the state "
-        "of an Equinox module is eqx.filter(model, eqx.is_array)."
+        "Pass arrays, numbers or ShapeDtypeStructs, and what compares and hashes by "
+        "value, such as functions, text or a frozen dataclass, which is then static. "
+        "Leave other parts outside, for example with functools.partial."
     )
 
 
@@ -119,7 +120,7 @@ def batch_shardings(
       PRNG keys replicated.
     """
     specs: list[PartitionSpec | None] = []
-    _match(spec, batch[0] if len(batch) == 1 else tuple(batch), specs, hints)
+    _match(*_one_of(spec, batch), specs, hints)
     uneven: list[Uneven] = []
     given = list(zip(leaves, specs, strict=True))
     unsure = [i for i, (x, one) in enumerate(given) if one is None and _is_unsure(x)]
@@ -138,6 +139,17 @@ def batch_shardings(
     return tuple(split)
 
 
+def _one_of(spec: Any, batch: Sequence[Any]) -> tuple[Any, Any]:
+    """What `spec` is for, and its form there: the only argument that has arrays and a
+    position, or all of them."""
+    has_arrays = [bool(jax.tree.leaves(x)) and not isinstance(x, Named) for x in batch]
+    if len(batch) == 1:
+        return spec, batch[0]
+    if sum(has_arrays) == 1 and not isinstance(spec, tuple | list):
+        spec = tuple(spec if own else None for own in has_arrays)
+    return spec, tuple(batch)
+
+
 def _match(
     spec: Any,
     tree: Any,
@@ -149,6 +161,9 @@ def _match(
         out.extend([spec] * len(jax.tree.leaves(tree)))
         return
     named, specs = _children(tree), _children(spec)
+    if isinstance(spec, dict) and specs and named and not isinstance(tree, dict):
+        fields = {path_name([key]): key for key in named}  # of a class
+        specs = {fields.get(path_name([key]), key): x for key, x in specs.items()}
     if specs is None or named is None:
         raise ShardingError(
             f"batch_spec has {spec!r} where a PartitionSpec, None or a container of "

@@ -19,6 +19,7 @@ from shardfn._core.errors import call_site
 from shardfn._core.leaves import Leaf, leaf_name
 from shardfn._core.limits import FILLED_SHARE, READ_BYTES, SHOWN_LINES
 from shardfn._core.memories import DEVICE, memory_of, on_device
+from shardfn._core.static_leaves import close_static, open_static
 from shardfn.storage._boxes import (
     Index,
     Shape,
@@ -98,6 +99,7 @@ def load_safetensors(
     """
     allowed = [allow_missing] if isinstance(allow_missing, str) else allow_missing
     group = None if step is None else processes.of(step.mesh.devices.flat)
+    state = close_static(state)
     leaves, treedef, avals = stored_avals(step, state)
     arrays = jax.tree.leaves(state)
     with processes.meeting(f"checked the tensors in {path}", group):
@@ -118,7 +120,7 @@ def load_safetensors(
         pairs = zip(arrays, storage.each(leaves), strict=True)
         arrays = [storage.place_leaf(x, *leaf) for x, leaf in pairs]
         arrays = storage.as_leaves(arrays, leaves)
-    return jax.tree.unflatten(treedef, arrays)[0]
+    return open_static(jax.tree.unflatten(treedef, arrays)[0])
 
 
 def _is_given(x: Any, leaf: Leaf, found: Wiring) -> bool:

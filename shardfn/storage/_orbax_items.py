@@ -20,6 +20,7 @@ from jax.tree_util import tree_flatten_with_path, tree_map_with_path
 
 from shardfn._core import compat, processes
 from shardfn._core.leaves import Leaf, path_name
+from shardfn._core.static_leaves import without_static
 from shardfn.storage._key_words import from_words, in_words, words_of
 from shardfn.storage._orbax_handler import StoredRestoreArgs, registry
 from shardfn.storage._padded_leaves import on_devices
@@ -133,7 +134,9 @@ def empty(target: jax.ShapeDtypeStruct) -> jax.Array:
 
 def as_item(tree: Any) -> Any:
     """A pytree as Orbax can take it, which sorts the keys of a node: where numbers and
-    names are keys of one, as in `nnx.List`, dictionaries with keys of text."""
+    names are keys of one, as in `nnx.List`, dictionaries with keys of text. Static
+    leaves, which are those of the state that is read into, are None."""
+    tree = without_static(tree)
     if not _mixes_keys(tree):
         return tree
     item: dict[str, Any] = {}

@@ -19,6 +19,7 @@ from shardfn._core import compat, processes
 from shardfn._core.errors import call_site
 from shardfn._core.leaves import Leaf
 from shardfn._core.limits import CHUNK_BYTES
+from shardfn._core.static_leaves import close_static, open_static
 from shardfn.storage import _damage, _write_failures
 from shardfn.storage._checkpoint_errors import CheckpointError as CheckpointError
 from shardfn.storage._checkpoint_errors import (
@@ -160,7 +161,7 @@ class Checkpoints:
             self.wait()
             self._check_number(number)
             check_extra(extra or {})
-            arrays, leaves, treedef = self._stored(state)
+            arrays, leaves, treedef = self._stored(close_static(state))
             check_leaves(leaves)
             check_devices(arrays, leaves, self._group)
             item = as_item(jax.tree.unflatten(treedef, values(arrays, leaves))[0])
@@ -211,7 +212,7 @@ class Checkpoints:
         with in_all_processes(f"read {at}", self._group):
             self.wait()
             number = self._found(number)
-            leaves, treedef, targets = stored_avals(self.step, like)
+            leaves, treedef, targets = stored_avals(self.step, close_static(like))
             with self._files.intact(number):
                 self._files.check_fit(leaves, number, partial)
                 where = self._files.path(number) / ITEM
@@ -222,7 +223,7 @@ class Checkpoints:
             arrays.append(compat.with_weak_type(x, True) if leaf.aval.weak_type else x)
         if self.step is not None:
             arrays = self.step.storage.as_leaves(arrays, leaves)
-        return jax.tree.unflatten(treedef, arrays)[0]
+        return open_static(jax.tree.unflatten(treedef, arrays)[0])
 
     def extra(self, number: int | None = None) -> dict[str, Any]:
         """What was saved with the state.

@@ -25,6 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardfn._core import compat, processes
 from shardfn._core.errors import call_site
 from shardfn._core.leaves import Leaf, leaf_name
+from shardfn._core.static_leaves import close_static
 from shardfn.storage._boxes import Index, pieces
 from shardfn.storage._leaves import is_text, leaves_of
 from shardfn.storage._load_safetensors import load_safetensors as load_safetensors
@@ -129,6 +130,7 @@ def _tensors(
     state: Any, step: HasStorage | None, names: Callable[[str], str | None]
 ) -> list[_Tensor]:
     """What is to be written, the widest dtypes first: then each is aligned."""
+    state = close_static(state)
     if step is None:
         leaves, _ = leaves_of((state,), "state")
     else:

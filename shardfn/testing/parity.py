@@ -21,6 +21,7 @@ from shardfn._api.validate import check_step
 from shardfn._core.errors import call_site, calling
 from shardfn._core.limits import DECIDED_BY_ROUNDING, ROUNDING_FACTOR, SHOWN_LEAVES
 from shardfn._core.sharding import show
+from shardfn._core.static_leaves import close_static
 from shardfn.testing._compare import Snapshot, differences, snapshot
 from shardfn.testing._next_arguments import NextArguments
 from shardfn.testing._rounding_noise import Noise, noise
@@ -100,7 +101,7 @@ def assert_parity(
         sharded, start, _ = made.as_pure((state, *batch), {})
         then = _next_arguments(sharded, start)
     plain = jax.jit(sharded.plain.step)
-    stored = sharded.shard(then.given(start))
+    stored = close_static(sharded.shard(then.given(start)))
     where = f"{getattr(step, '__name__', 'the step')} over {dict(mesh.shape)}"
     _assert_is_split(sharded, stored, where)
     args, there = list(start), then.with_states(start, stored)
@@ -119,7 +120,7 @@ def assert_parity(
         )
         decided |= _assert_same(
             snapshot(then.states(expected)),
-            snapshot(sharded.unshard(then.states(got))),
+            snapshot(close_static(sharded.unshard(then.states(got)))),
             f"{at}, state",
             tol=tol,
             ignore=ignore,

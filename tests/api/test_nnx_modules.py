@@ -2,6 +2,9 @@
 the caller's modules with the values that `nnx.jit` gives, stored split; or an error.
 """
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -286,3 +289,34 @@ def test_a_local_step_returns_its_modules() -> None:
     with pytest.raises(shardfn.ShardingError) as error:
         on_shards(shardfn.fully_shard(lost, axis="data", min_size=0))(net, X)
     assert "Within shard_map or pmap they are copies: return the" in str(error.value)
+
+
+def configured(model, x, config, *, noise=None):
+    if noise is not None:
+        x = x + jax.random.normal(noise, x.shape)
+    kernel = model.first.kernel
+    kernel[...] = kernel[...] * config.scale
+    return {"loss": jnp.mean(config.act(model(x))), "act": config.act}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    act: Any
+    scale: float
+
+
+def test_configurations_beside_modules() -> None:
+    """Those were errors: of a leaf that is no array."""
+    run, scale = sharded(configured), 1.0
+    ours, plain = Small(nnx.Rngs(0)), Small(nnx.Rngs(0))
+    for config in (Config(jnp.tanh, 0.5), Config(jnp.sin, 2.0)) * 2:
+        got = run(ours, X, config=config, noise=jax.random.key(3))
+        expected = configured(plain, X, config, noise=jax.random.key(3))
+        np.testing.assert_allclose(got["loss"], expected["loss"], 1e-5)
+        assert got["act"] is config.act
+        scale *= config.scale
+    assert scale == 1.0
+    assert_like(ours, plain)
+    plan = run.plan(ours, X, config=config, noise=jax.random.key(3))
+    assert any(c.path == "model/first/kernel/value" for c in plan.collectives)
+    assert "updates model in place" in repr(run)
