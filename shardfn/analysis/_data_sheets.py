@@ -28,6 +28,9 @@ class Target:
         such link connects.
       host_bandwidth: bytes per second and direction between a device and its host.
       host_memory: bytes of the host's memory per device.
+      links_span: how many numbers of a GPU's coordinates say which links it is on: its
+        slice and its host, or its slice, whose hosts the links connect.
+      cores: devices of a TPU chip.
     """
 
     name: str
@@ -41,6 +44,8 @@ class Target:
     network_bandwidth: float
     host_bandwidth: float
     host_memory: int
+    links_span: int = 2
+    cores: int = 1
 
     def matmul_rate(self, dtype: str) -> float:
         """Peak FLOP/s of matmuls at JAX's default precision.
@@ -65,17 +70,20 @@ def _chip(
     link: float,
     network: float,
     host: tuple[float, int],
+    **others: int,
 ) -> Target:
-    return Target("", "", "", 0, flops, memory, bandwidth, link, network, *host)
+    figures = flops, memory, bandwidth, link, network, *host
+    return Target("", "", "", 0, *figures, **others)
 
 
 # GPUs: NVIDIA's data sheets, whose NVLink and PCIe rates are the sum of both directions
 # and whose rates marked "with sparsity" are twice the dense ones. Networks, and an
 # eighth of the host's memory: the data sheet of that generation's DGX.
-# TPUs: docs.cloud.google.com/tpu/docs/{v5e,v5p,v6e}, whose ICI rates in GBps sum up
-# both directions, and whose memory of a host or virtual machine is shared by 8 chips,
-# or 4 of v5p. Data-centre networks there are per host of 8 chips or per chip. PCIe:
-# jax-ml.github.io/scaling-book/tpus, 16 GB/s for most TPUs and 32 GB/s for v6e.
+# TPUs: docs.cloud.google.com/tpu/docs/{v5e,v5p,v6e,tpu7x}, whose ICI rates in GBps sum
+# up both directions, and whose memory of a host or virtual machine is shared by 8
+# chips, or 4 of v5p and tpu7x. Data-centre networks there are per host of 8 chips or
+# per chip. PCIe: jax-ml.github.io/scaling-book/tpus, 16 GB/s for most TPUs and 32 GB/s
+# for v6e.
 DATA_SHEETS = {
     # A100 80GB SXM: 312 TFLOPS, 80 GB, 2,039 GB/s, NVLink 600 GB/s, PCIe 64 GB/s;
     # DGX A100 200 Gb/s, 2 TB.
@@ -89,6 +97,12 @@ DATA_SHEETS = {
     # DGX B200, eighth parts: 36 PFLOPS sparse, 1,440 GB, 64 TB/s, 14.4 TB/s; 400 Gb/s,
     # 2 TB; PCIe of the fifth generation as H100's.
     "b200": _chip(2.25e15, 180 * GB, 8e12, 900e9, 50e9, (64e9, 256 * GB)),
+    # GB200 NVL72, seventy-second parts: 360 PFLOPS sparse, 13.4 TB, 576 TB/s, NVLink
+    # 130 TB/s between all of a rack; 400 Gb/s per GPU. Two share a Grace of 480 GB, and
+    # NVLink-C2C of 900 GB/s to it.
+    "gb200": _chip(
+        *(2.5e15, 186 * GB, 8e12, 900e9, 50e9, (225e9, 240 * GB)), links_span=1
+    ),
     # v5e: 197 TFLOPs, 16 GB, 819 GBps, ICI 1600 Gbps each way, 2 x 100 Gbps per host
     # of 512 GiB.
     "v5e": _chip(197e12, 16 * GB, 819e9, 200e9, 3.125e9, (16e9, 64 * 2**30)),
@@ -97,4 +111,9 @@ DATA_SHEETS = {
     # v6e: 918 TFLOPs, 32 GB, 1600 GBps, ICI 800 GBps, 4 x 200 Gbps per host of
     # 1536 GiB.
     "v6e": _chip(918e12, 32 * GB, 1.6e12, 400e9, 12.5e9, (32e9, 192 * 2**30)),
+    # TPU7x, whose chips are two devices each: 2307 TFLOPs, 192 GiB, 7380 GBps, ICI 1200
+    # GBps, DCN 100 Gbps per chip; 960 GB. PCIe is taken to be v6e's.
+    "tpu7x": _chip(
+        *(1153.5e12, 96 * 2**30, 3.69e12, 300e9, 6.25e9, (16e9, 120 * GB)), cores=2
+    ),
 }

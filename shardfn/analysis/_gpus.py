@@ -25,7 +25,7 @@ class Gpu:
 
 
 # As the driver reports them: github.com/openxla/xla,
-# xla/backends/gpu/target_config/specs/{a100_sxm_80,h100_sxm,h200,b200}.txtpb.
+# xla/backends/gpu/target_config/specs/{a100_sxm_80,h100_sxm,h200,b200,gb200}.txtpb.
 GPUS = {
     "a100": Gpu(
         *("NVIDIA A100-SXM4-80GB", (8, 0), 108, 64, 167936, 166912, 41943040, 1.41),
@@ -42,6 +42,10 @@ GPUS = {
     "b200": Gpu(
         *("NVIDIA B200", (10, 0), 148, 128, 233472, 232448, 132644864, 1.965),
         *(191514411008, 7672320000000, (9, 7, 0)),
+    ),
+    "gb200": Gpu(
+        *("NVIDIA GB200", (10, 0), 152, 128, 233472, 232448, 135528448, 2.062),
+        *(197897748480, 7928064000000, (9, 15, 0)),
     ),
 }
 

@@ -87,9 +87,9 @@ runs one program; no figure is published."""
 def transfer(target: Target, op: str, sent: float, coords: Coords) -> Transfer:
     """How long a collective takes, if nothing else uses its links.
 
-    A GPU's ring that spans hosts crosses each host's edge over the network cards of all
-    its devices there. A TPU's uses the links along the torus dimensions that it extends
-    over.
+    A GPU's ring that spans hosts whose links are apart crosses each host's edge over
+    the network cards of all its devices there. A TPU's uses the links along the torus
+    dimensions that it extends over.
 
     Args:
       target: the machine.
@@ -108,7 +108,7 @@ def transfer(target: Target, op: str, sent: float, coords: Coords) -> Transfer:
 
 
 def _on_gpus(target: Target, op: str, sent: float, coords: Coords) -> Transfer:
-    hosts = Counter(tuple(c[:2]) for c in coords)
+    hosts = Counter(tuple(c[: target.links_span]) for c in coords)
     rate = target.link_bandwidth
     if len(hosts) > 1:
         rate = min(rate, target.network_bandwidth * min(hosts.values()))

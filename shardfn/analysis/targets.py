@@ -29,6 +29,8 @@ __all__ = ["Target", "devices", "mesh", "missing", "target"]
 
 
 _KNOWN = "a100:8, h100:8, h100:1x8x8, h200:8, b200:8, tpu:v5e:2x4, tpu:v5p:4x4x4, ..."
+_HOSTS = {"gb200": (4, 18)}
+"""GPUs per host, and hosts that NVLink connects; 8 and 1 of others."""
 
 
 def target(name: str) -> Target:
@@ -36,9 +38,10 @@ def target(name: str) -> Target:
 
     Args:
       name: `<gpu>:<count>` or `<gpu>:<slices>x<hosts>x<GPUs per host>`, with one of
-        `a100`, `h100`, `h200`, `b200`; or `tpu:<generation>:<slice shape>`, with
-        `v5e`, `v5p` or `v6e`. A count above 8 is taken as hosts of 8. Capitals are
-        small letters.
+        `a100`, `h100`, `h200`, `b200`, `gb200`; or `tpu:<generation>:<slice shape>`,
+        with `v5e`, `v5p`, `v6e` or `tpu7x`. A count above 8 is taken as hosts of 8; of
+        `gb200` as hosts of 4, 18 of which NVLink connects. The shape of a slice counts
+        chips, of which one of `tpu7x` is two devices. Capitals are small letters.
 
     Returns:
       A `Target`.
@@ -56,10 +59,13 @@ def target(name: str) -> Target:
         platform, topology = "tpu", f"{chip}:{shape}"
     elif match := re.fullmatch(r"(\w+):(\d+|\d+x\d+x\d+)", name):
         chip, shape = match.groups()
-        platform, topology = "cuda", shape if "x" in shape else _hosts_of_8(name, shape)
+        platform, topology = (
+            "cuda",
+            shape if "x" in shape else _hosts(name, chip, shape),
+        )
         shape = topology
     else:
-        raise _unknown(name, known=name.removeprefix("tpu:") in DATA_SHEETS)
+        raise _unknown(name)
     count = math.prod(int(n) for n in shape.split("x"))
     if chip not in DATA_SHEETS or (platform == "cuda") != (chip in GPUS) or not count:
         raise _unknown(name)
@@ -68,7 +74,7 @@ def target(name: str) -> Target:
         name=name,
         platform=platform,
         topology=topology,
-        num_devices=count,
+        num_devices=count * DATA_SHEETS[chip].cores,
     )
 
 
@@ -178,30 +184,46 @@ _PACKAGES = {
 }
 
 
-def _unknown(name: str, known: bool = False) -> ValueError:
-    if known:
-        chip = name.removeprefix("tpu:")
+def _unknown(name: str) -> ValueError:
+    chip, _, rest = name.removeprefix("tpu:").partition(":")
+    if chip == "v4":
+        return ValueError(
+            f"target {name!r} cannot be compiled for: the compiler knows v4 by its "
+            "TensorCores, and JAX takes two of them for one device.\n"
+            "Take tpu:v5p and a shape of as many chips, the generation after it."
+        )
+    if chip in DATA_SHEETS and not rest:
         whole = f"{chip}:8" if chip in GPUS else f"tpu:{chip}:2x4"
         what = "the number of devices" if chip in GPUS else "the shape of a slice"
         return ValueError(
             f"target {name!r} lacks {what} behind it.\nWrite {whole} for example; "
             f"others are {_KNOWN}"
         )
+    if chip in DATA_SHEETS and re.fullmatch(r"\d+(x\d+){0,2}", rest):
+        if chip not in GPUS and "x" in rest and not name.startswith("tpu:"):
+            return ValueError(f"target {name!r} lacks tpu:\nWrite tpu:{name}.")
+        if chip in GPUS and name.startswith("tpu:"):
+            return ValueError(f"target {name!r} is a GPU.\nWrite {chip}:8 for example.")
     return ValueError(
         f"no compile-only target is called {name!r}. GPUs: {', '.join(GPUS)}; TPUs: "
         f"{', '.join(c for c in DATA_SHEETS if c not in GPUS)}.\nExamples: {_KNOWN}"
     )
 
 
-def _hosts_of_8(name: str, count: str) -> str:
-    """`"8"` -> `"1x1x8"`, `"64"` -> `"1x8x8"`."""
-    hosts, rest = divmod(int(count), 8)
-    if int(count) > 8 and rest:
+def _hosts(name: str, chip: str, count: str) -> str:
+    """`"8"` -> `"1x1x8"`, `"64"` -> `"1x8x8"`; of GB200 `"64"` -> `"1x16x4"`."""
+    per_host, linked = _HOSTS.get(chip, (8, 1))
+    hosts, rest = divmod(int(count), per_host)
+    if hosts and rest:
         raise ValueError(
-            f"target {name!r} has {count} GPUs, which do not fill hosts of 8.\n"
-            "Write it as <slices>x<hosts>x<GPUs per host>."
+            f"target {name!r} has {count} GPUs, which do not fill hosts of "
+            f"{per_host}.\nWrite it as <slices>x<hosts>x<GPUs per host>."
         )
-    return f"1x1x{count}" if hosts <= 1 else f"1x{hosts}x8"
+    if not hosts:
+        return f"1x1x{count}"
+    if linked > 1 and hosts % linked == 0:
+        return f"{hosts // linked}x{linked}x{per_host}"
+    return f"1x{hosts}x{per_host}"
 
 
 def _topology(asked: Target) -> topologies.TopologyDescription:

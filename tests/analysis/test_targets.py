@@ -12,9 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 from shardfn.analysis import targets
 from shardfn.analysis._hlo import read_collectives
+from shardfn.analysis._latency import transfer
 
 KNOWN = (
-    "GPUs: a100, h100, h200, b200; TPUs: v5e, v5p, v6e.\n"
+    "GPUs: a100, h100, h200, b200, gb200; TPUs: v5e, v5p, v6e, tpu7x.\n"
     "Examples: a100:8, h100:8, h100:1x8x8, h200:8, b200:8, tpu:v5e:2x4, "
     "tpu:v5p:4x4x4, ..."
 )
@@ -30,6 +31,10 @@ KNOWN = (
         ("b200:2x8x4", "cuda", "2x8x4", 64),
         ("tpu:v5e:2x4", "tpu", "v5e:2x4", 8),
         ("tpu:v5p:4x4x4", "tpu", "v5p:4x4x4", 64),
+        ("gb200:2", "cuda", "1x1x2", 2),
+        ("gb200:64", "cuda", "1x16x4", 64),
+        ("gb200:144", "cuda", "2x18x4", 144),
+        ("tpu:tpu7x:2x2x1", "tpu", "tpu7x:2x2x1", 8),
     ],
 )
 def test_names(name, platform, topology, count):
@@ -49,6 +54,8 @@ def test_names(name, platform, topology, count):
         ("tpu:v5e:2x4", 197, 16, 200),
         ("tpu:v5p:2x2x2", 459, 102.00547328, 600),
         ("tpu:v6e:2x4", 918, 32, 400),
+        ("gb200:8", 2500, 186, 900),
+        ("tpu:tpu7x:2x2x1", 1153.5, 103.079215104, 300),
     ],
 )
 def test_figures(name, tflops, gigabytes, link):
@@ -73,7 +80,10 @@ def test_figures(name, tflops, gigabytes, link):
         ),
         ("h100:0", f"no compile-only target is called 'h100:0'. {KNOWN}"),
         ("v5e:8", f"no compile-only target is called 'v5e:8'. {KNOWN}"),
-        ("tpu:h100:2x4", f"no compile-only target is called 'tpu:h100:2x4'. {KNOWN}"),
+        ("tpu:h100:2x4", "target 'tpu:h100:2x4' is a GPU.\nWrite h100:8 for example."),
+        ("V5P:2x2x2", "target 'v5p:2x2x2' lacks tpu:\nWrite tpu:v5p:2x2x2."),
+        ("tpu:v4:2x2x1", "target 'tpu:v4:2x2x1' cannot be compiled for: the compiler"),
+        ("gb200:6", "target 'gb200:6' has 6 GPUs, which do not fill hosts of 4.\n"),
         (
             "h100:12",
             "target 'h100:12' has 12 GPUs, which do not fill hosts of 8.\n"
@@ -146,10 +156,12 @@ def test_jax_says_which_libtpu_it_needs():
         aot("h100:1x8x8", "NVIDIA H100 80GB HBM3", "all_gather"),
         aot("h200:8", "NVIDIA H200 141GB HBM3e", "all_gather"),
         aot("b200:8", "NVIDIA B200", "all_gather"),
+        aot("gb200:1x2x4", "NVIDIA GB200", "all_gather"),
         aot("tpu:v5e:2x4", "TPU v5 lite", "all_gather"),
         # Over 64 chips the TPU compiler writes the shard into zeros and all-reduces.
         aot("tpu:v5p:4x4x4", "TPU v5", "all_reduce"),
         aot("tpu:v6e:2x4", "TPU v6 lite", "all_gather"),
+        aot("tpu:tpu7x:2x2x1", "TPU7x", "all_gather"),
     ],
 )
 def test_programs_compile_for_each_target(name, kind, op):
@@ -209,3 +221,12 @@ def test_the_environment_keeps_what_the_user_set(name, monkeypatch):
     assert len(targets.devices(name)) == 4
     assert os.environ["TPU_SKIP_MDS_QUERY"] == "true"
     assert os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] == "1"
+
+
+def test_links_that_connect_hosts():
+    """A ring over two hosts of a GB200's rack uses NVLink, over racks the network."""
+    gb200, b200 = targets.target("gb200:144"), targets.target("b200:16")
+    one, two = [(0, 0, 0), (0, 1, 0)], [(0, 0, 0), (1, 0, 0)]
+    cases = (gb200, one, 900e9), (gb200, two, 50e9), (b200, one, 50e9)
+    for machine, coords, rate in cases:
+        assert transfer(machine, "all_gather", 60 * rate, coords).links == 60
