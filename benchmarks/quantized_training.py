@@ -61,8 +61,8 @@ MODELS = PRESETS | {
         dtype="float32",
     )
 }
-"""By name; `5m`, which is not one of the example, has as few layers as make 5M parameters
-and short windows, so that CPUs train it often enough for a table."""
+"""By name; `5m`, which is not one of the example, has as few layers as make 5M
+parameters and short windows, so that CPUs train it often enough for a table."""
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3)
 """For batches of few tokens."""

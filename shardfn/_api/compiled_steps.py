@@ -90,8 +90,9 @@ class Programs:
     @property
     def options(self) -> dict[str, Any]:
         """The compiler's options."""
-        devices = self.storage.given.devices.flat
-        return compiler_options(tuple(devices), self.asked)
+        devices = tuple(self.storage.given.devices.flat)
+        quantizes = self.storage.control.quantizes_gathers
+        return compiler_options(devices, self.asked, quantizes)
 
     def jitted(
         self,

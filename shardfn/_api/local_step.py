@@ -260,8 +260,13 @@ class LocalStep(Generic[P, R]):
                 "Call it inside jax.shard_map or jax.pmap over this axis, or give "
                 "fully_shard a mesh: fully_shard(train_step, mesh)."
             ) from error
-        cannot_sum = compat.dtypes_without_sum(*compat.bound_platform())
-        return Axes(self.names, sizes, cannot_sum=cannot_sum)
+        platform, has_others = compat.bound_platform()
+        return Axes(
+            self.names,
+            sizes,
+            cannot_sum=compat.dtypes_without_sum(platform, has_others),
+            reads_apart=compat.reads_inside_matmuls(platform),
+        )
 
     def _see(self, state: Any) -> StatePart:
         """A whole state, whose shards are known from now on."""

@@ -17,6 +17,7 @@ from shardfn._core.errors import ShardingError, call_site, called, cannot_be, li
 from shardfn._core.leaf_options import LEAF_OPTIONS, LeafOptions
 from shardfn._core.limits import SHOWN_MATCHES
 from shardfn._core.option_values import Option, StoredAxis
+from shardfn._core.quantized import is_quantized
 from shardfn._core.sharding import Axes
 
 Choices = tuple[tuple[str, Any], ...]
@@ -69,6 +70,12 @@ class Control:
         """What is asked of some leaves by one option; nothing if it is as by
         default."""
         return tuple(value for _, value in dict(self.choices).get(option, ()))
+
+    @property
+    def quantizes_gathers(self) -> bool:
+        """Whether it is asked of some leaf that it be gathered quantized."""
+        asked = self.asked("gather_dtype")
+        return any(isinstance(each, tuple) or is_quantized(each) for each in asked)
 
     def is_named(self, option: str, leaves: Sequence[str]) -> bool:
         """Whether one option names each of these leaves, by its whole path."""

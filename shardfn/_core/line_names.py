@@ -28,6 +28,9 @@ def line_names(text: str) -> frozenset[str]:
 REPEATED = "repeated"
 """What rematerialization runs again."""
 
+QUANTIZED, DEQUANTIZED = "shardfn_quantize", "shardfn_dequantize"
+"""The name scopes of what writes values in fewer bits, and of what reads them."""
+
 
 def phase_name(phase: str) -> str:
     """The name scope of operations in a phase, which compilers keep, too."""

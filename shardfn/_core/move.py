@@ -57,7 +57,8 @@ class Move:
       joins: whether moves of several values can be one collective.
       sums: whether the collective reduces terms.
       trips: how often a ring over the devices sends the value.
-      packs: whether it moves bytes as they are, so that it may move quantized ones.
+      packs: whether it moves elements as they are, so that it may move quantized ones
+        and their scales.
     """
 
     before: Sharding
@@ -114,7 +115,8 @@ class Move:
 
     @property
     def packed_as(self) -> Quantized | None:
-        """How the bytes are written that it takes; None if it takes the value."""
+        """How the elements and scales are written that it takes; None if it takes the
+        value."""
         return self.quantized if self.packs else None
 
     def devices(self, shape: Sequence[int], axes: Axes) -> int:
@@ -134,9 +136,16 @@ class Move:
         return self.trips * self.elements(shape, axes) * (n - 1) / n
 
     def sent_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The global shape of what crosses the wire, of a value of global `shape`."""
-        quantized = self.quantized
-        return tuple(shape) if quantized is None else quantized.packed(shape)
+        """The global shape of what a collective takes, of a value of global `shape`:
+        of its elements, and of their scales if these are not sent by themselves."""
+        if self.quantized is None or self.packs:
+            return tuple(shape)
+        return self.quantized.packed(shape)
+
+    def scales_shape(self, shape: Sequence[int]) -> tuple[int, ...] | None:
+        """The global shape of scales that are sent by themselves, `SCALE_BYTES` each;
+        None if there are none."""
+        return self.quantized.scales(shape) if self.quantized and self.packs else None
 
     def messages(self, shape: Sequence[int], axes: Axes) -> tuple[Message, ...]:
         """The collectives that it is, for a value of global `shape`: one, of most."""
@@ -152,11 +161,13 @@ class Move:
         """Bytes that each device sends of a value of global `shape`, whose elements
         have `itemsize` bytes where they are not quantized."""
         each = self.sent_itemsize(itemsize)
-        return each * sum(m.sent * m.times for m in self.messages(shape, axes))
+        sent = each * sum(m.sent * m.times for m in self.messages(shape, axes))
+        alone = self.scales_shape(shape) is not None
+        return sent + (self.scale_bytes(shape, axes) if alone else 0)
 
     def scale_bytes(self, shape: Sequence[int], axes: Axes) -> float:
         """Those of them that are scales."""
         if self.quantized is None:
             return 0
-        each = SCALE_BYTES / (self.quantized.block + SCALE_BYTES)
-        return self.wire_bytes(shape, axes, 1) * each
+        scales = self.quantized.scales(shape)
+        return self.wire_elements(scales, axes) * SCALE_BYTES

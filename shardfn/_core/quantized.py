@@ -22,6 +22,7 @@ SCALE_DTYPE = "bfloat16"
 exact in float32."""
 
 SCALE_BYTES = jnp.dtype(SCALE_DTYPE).itemsize
+SCALE_BITS = f"uint{8 * SCALE_BYTES}"
 
 Rounding = Literal["nearest", "stochastic"]
 
@@ -50,6 +51,11 @@ class Quantized:
         assert not rest, f"blocks of {self.block} do not divide {tuple(shape)}"
         bytes_ = blocks * (self.block + SCALE_BYTES)
         return (*shape[: self.dim], bytes_, *shape[self.dim + 1 :])
+
+    def scales(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the scales of a value of `shape`."""
+        blocks = shape[self.dim] // self.block
+        return (*shape[: self.dim], blocks, *shape[self.dim + 1 :])
 
 
 def is_quantized(dtype: str | None) -> bool:

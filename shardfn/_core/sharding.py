@@ -69,6 +69,7 @@ class Axes:
     `groups` are the sizes of groups of neighbours along one axis, each dividing the
     next, within which values may be split; `shard_map` then binds parts of it.
     `cannot_sum` names the dtypes that the compiler cannot sum over these devices.
+    `reads_apart` says that each use of a quantized value should read the bytes itself.
     `kinds` are what the axes are for: the default ones, if none are given.
     """
 
@@ -77,6 +78,7 @@ class Axes:
     mesh: tuple[tuple[str, int], ...] = ()
     groups: tuple[int, ...] = ()
     cannot_sum: tuple[str, ...] = ()
+    reads_apart: bool = field(default=False, compare=False, repr=False)
     kinds: tuple[AxisKind, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:

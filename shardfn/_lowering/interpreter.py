@@ -91,6 +91,7 @@ class _Run:
     extremes: dict[Ref, Extreme] = field(default_factory=dict)
     picked: set[Ref] = field(default_factory=set)
     cut: Cut | None = None
+    copies: dict[Ref, list[jax.Array]] = field(default_factory=dict)
 
     def run(self, args: Arrays) -> list[jax.Array]:
         program = self.program
@@ -108,6 +109,7 @@ class _Run:
                 self.follow(step)
             for ref in last_use.get(index, ()):
                 self.env.pop(ref, None)
+                self.copies.pop(ref, None)
         outputs = [self.output(j) for j in range(len(program.outputs))]
         return [*outputs, *(self.env[ref] for ref in self.plan.exports)]
 
@@ -150,7 +152,7 @@ class _Run:
 
     def read(self, ref: Ref | None, atom: Any) -> jax.Array:
         if ref is not None:
-            return self.env[ref]
+            return self.copies[ref].pop() if self.copies.get(ref) else self.env[ref]
         key = (str(atom.aval), np.asarray(atom.val).tobytes())
         if key not in self.literals:
             value = jnp.asarray(np.asarray(atom.val), atom.aval.dtype)
@@ -173,7 +175,8 @@ class _Run:
             self.env.update(zip((s.result for s in steps), moved, strict=True))
         elif steps:
             (step,) = steps
-            self.env[step.result] = self.moved(step, blocks[0])
+            first, *rest = self.moved(step, blocks[0])
+            self.env[step.result], self.copies[step.result] = first, rest
             if step.leaves_part:
                 self.cut_off(step)
 
@@ -200,7 +203,13 @@ class _Run:
         x, self.env[after] = barrier(x, self.env[after])
         return x
 
-    def moved(self, step: Reshard, x: jax.Array) -> jax.Array:
+    def uses(self, ref: Ref) -> int:
+        """How many operands of operations a version is."""
+        steps = (s for s in self.plan.run[0] if isinstance(s, Apply))
+        return sum(step.operands.count(ref) for step in steps)
+
+    def moved(self, step: Reshard, x: jax.Array) -> list[jax.Array]:
+        """What a move makes: one array, or one for each use."""
         # What JAX keeps of a derivative must not refer to this run and its tracers.
         run = functools.partial(
             move_along,
@@ -212,8 +221,10 @@ class _Run:
         extreme, reduces, count = self.extremes.get(step.source), 0, len(step.path) - 1
         if extreme is not None:
             reduces = min(extreme.moves, count)
-            x = extreme.reduced(x, functools.partial(run, 0, reduces))
-        return run(reduces, count, x)
+            x = extreme.reduced(x, lambda x: run(0, reduces, x)[0])
+        apart = any(step.written) and self.axes.reads_apart
+        copies = max(1, self.uses(step.result)) if apart else 1
+        return run(reduces, count, x, copies=copies)
 
     # Memories
 
@@ -237,7 +248,7 @@ class _Run:
         cut = Cut(loop.dim, loop.blocks)
 
         def run(blocks: Mapping[Ref, jax.Array]) -> Mapping[Ref, jax.Array]:
-            inner = replace(self, env=dict(blocks), literals={}, cut=cut)
+            inner = replace(self, env=dict(blocks), literals={}, cut=cut, copies={})
             for step in loop.steps:
                 inner.follow(step)
             return inner.env

@@ -1,18 +1,22 @@
 """Writes local values in blocks of bytes with a scale each, and reads them back.
 
-In: a local block of a value, and how it is quantized. Out: its bytes, of which any part
-that is cut on the edges of shards can be read by itself.
+In: a local block of a value, and how it is quantized. Out: its elements and its scales,
+apart or in one array, of which any part that is cut on the edges of blocks can be read
+by itself.
 """
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardfn._core.quantized import SCALE_BYTES, SCALE_DTYPE, Quantized
+from shardfn._core.line_names import DEQUANTIZED, QUANTIZED
+from shardfn._core.quantized import SCALE_BITS, SCALE_BYTES, SCALE_DTYPE, Quantized
 
 
-def pack(x: jax.Array, how: Quantized, salt: jax.Array | int = 0) -> jax.Array:
-    """The bytes of `x`, as int8: along `how.dim`, the elements and then their scales.
+def quantize(
+    x: jax.Array, how: Quantized, salt: jax.Array | int = 0
+) -> tuple[jax.Array, jax.Array]:
+    """The elements and scales of `x`, as bits: no backend widens these on the way.
 
     A block in which something is not finite is NaN when it is read.
 
@@ -22,46 +26,68 @@ def pack(x: jax.Array, how: Quantized, salt: jax.Array | int = 0) -> jax.Array:
       salt: tells devices apart that round the same values by chance.
 
     Returns:
-      int8, of the shape `how.packed(x.shape)`.
+      int8 of the shape of `x`, and `SCALE_BITS` of the shape `how.scales(x.shape)`.
     """
-    blocks = _parted(x, how.dim, how.block).astype(jnp.float32)
-    at, largest = how.dim + 1, _largest(how.dtype)
-    scale = (jnp.abs(blocks).max(axis=at) / largest).astype(SCALE_DTYPE)
-    each = jnp.expand_dims(scale.astype(jnp.float32), at)
-    scaled = jnp.where((each > 0) & jnp.isfinite(each), blocks / each, 0)
-    payload = _rounded(scaled, blocks, how, salt).reshape(x.shape)
-    scales = jnp.moveaxis(lax.bitcast_convert_type(scale, jnp.int8), -1, at)
-    scales = scales.reshape(*x.shape[: how.dim], -1, *x.shape[how.dim + 1 :])
-    return lax.concatenate([payload, scales], how.dim)
+    with jax.named_scope(QUANTIZED):
+        blocks = _parted(x, how.dim, how.block).astype(jnp.float32)
+        at, largest = how.dim + 1, _largest(how.dtype)
+        scale = (jnp.abs(blocks).max(axis=at) / largest).astype(SCALE_DTYPE)
+        each = jnp.expand_dims(scale.astype(jnp.float32), at)
+        scaled = jnp.where((each > 0) & jnp.isfinite(each), blocks / each, 0)
+        payload = _rounded(scaled, blocks, how, salt).reshape(x.shape)
+        return payload, lax.bitcast_convert_type(scale, SCALE_BITS)
 
 
-def unpack(
-    packed: jax.Array, how: Quantized, pieces: int, dtype: jnp.dtype
+def dequantize(
+    payload: jax.Array, scales: jax.Array, how: Quantized, dtype: jnp.dtype
 ) -> jax.Array:
-    """What `pack` wrote, in `dtype`.
+    """What `quantize` wrote, in `dtype`, each less than half a step of its scale off.
 
-    Args:
-      packed: bytes.
-      how: how they were written.
-      pieces: of how many shards, one behind the other along `how.dim`.
-      dtype: of the result.
-
-    Returns:
-      The values, each less than half a step of its block's scale off.
+    The scales are spread before anything is split into blocks, and in bfloat16 where
+    that is the dtype: so XLA can read the bytes inside of the matmul that uses them
+    (see `xla_options`). The product of an element and a scale is rounded once.
     """
-    dim, at = how.dim, how.dim + 1
-    rows = _parted(packed, dim, packed.shape[dim] // pieces)
-    count = rows.shape[at] // (how.block + SCALE_BYTES)
-    payload = lax.slice_in_dim(rows, 0, count * how.block, axis=at)
-    scales = lax.slice_in_dim(rows, count * how.block, None, axis=at)
-    values = _parted(payload, at, how.block)
-    if how.dtype != "int8":
-        values = lax.bitcast_convert_type(values, how.dtype)
-    scales = jnp.moveaxis(_parted(scales, at, SCALE_BYTES), at + 1, -1)
-    each = lax.bitcast_convert_type(scales, SCALE_DTYPE).astype(jnp.float32)
-    whole = values.astype(jnp.float32) * jnp.expand_dims(each, at + 1)
-    shape = (*packed.shape[:dim], pieces * count * how.block, *packed.shape[dim + 1 :])
-    return whole.reshape(shape).astype(dtype)
+    with jax.named_scope(DEQUANTIZED):
+        wide = dtype if dtype == SCALE_DTYPE else jnp.dtype(jnp.float32)
+        values = payload
+        if how.dtype != "int8":
+            values = lax.bitcast_convert_type(payload, how.dtype)
+        each = lax.bitcast_convert_type(scales, SCALE_DTYPE).astype(wide)
+        behind = how.dim + 1
+        spread = (*each.shape[:behind], how.block, *each.shape[behind:])
+        each = jnp.broadcast_to(jnp.expand_dims(each, behind), spread)
+        return (values.astype(wide) * each.reshape(payload.shape)).astype(dtype)
+
+
+def pack(x: jax.Array, how: Quantized, salt: jax.Array | int = 0) -> jax.Array:
+    """What `quantize` makes of `x` in one array of int8: along `how.dim`, the elements
+    and then the scales."""
+    payload, scales = quantize(x, how, salt)
+    with jax.named_scope(QUANTIZED):
+        bytes_ = jnp.moveaxis(as_bytes(scales), -1, how.dim + 1)
+        shape = (*x.shape[: how.dim], -1, *x.shape[how.dim + 1 :])
+        return lax.concatenate([payload, bytes_.reshape(shape)], how.dim)
+
+
+def unpack(packed: jax.Array, how: Quantized, dtype: jnp.dtype) -> jax.Array:
+    """What `pack` wrote, in `dtype`."""
+    dim = how.dim
+    with jax.named_scope(DEQUANTIZED):
+        size = packed.shape[dim] // (how.block + SCALE_BYTES) * how.block
+        payload = lax.slice_in_dim(packed, 0, size, axis=dim)
+        bytes_ = lax.slice_in_dim(packed, size, None, axis=dim)
+        bytes_ = jnp.moveaxis(_parted(bytes_, dim, SCALE_BYTES), dim + 1, -1)
+    return dequantize(payload, of_bytes(bytes_), how, dtype)
+
+
+def as_bytes(scales: jax.Array) -> jax.Array:
+    """Scales as int8, which are a dimension behind theirs."""
+    return lax.bitcast_convert_type(scales, jnp.int8)
+
+
+def of_bytes(bytes_: jax.Array) -> jax.Array:
+    """Scales that were given as int8."""
+    return lax.bitcast_convert_type(bytes_, SCALE_BITS)
 
 
 def _parted(x: jax.Array, dim: int, size: int) -> jax.Array:

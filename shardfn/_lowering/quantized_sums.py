@@ -64,7 +64,7 @@ def _packed(
 
 def _sum(terms: jax.Array, move: ExchangeTerms, dtype: Any) -> jax.Array:
     """The sum of such terms, in `dtype`."""
-    read = unpack(terms, _of_terms(move), 1, jnp.dtype(jnp.float32))
+    read = unpack(terms, _of_terms(move), jnp.dtype(jnp.float32))
     return read.sum(axis=0).astype(dtype)
 
 

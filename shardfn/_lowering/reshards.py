@@ -15,13 +15,15 @@ from jax import lax
 
 from shardfn._core import compat
 from shardfn._core.automatic_axes import auto_names, auto_spec
+from shardfn._core.barrier import barrier
 from shardfn._core.line_names import line_name
 from shardfn._core.plan import Place, Reshard
+from shardfn._core.quantized import SCALE_BYTES, Quantized
 from shardfn._core.sharding import Axes
 from shardfn._lowering.joined_collectives import run_together
-from shardfn._lowering.quantize import pack, unpack
+from shardfn._lowering.quantize import as_bytes, dequantize, of_bytes, quantize
 
-Run = Callable[[jax.Array], jax.Array]
+Run = Callable[[jax.Array], list[jax.Array]]
 
 
 def move_along(
@@ -32,40 +34,44 @@ def move_along(
     place: Place,
     axes: Axes,
     picked: bool = False,
-) -> jax.Array:
+    copies: int = 1,
+) -> list[jax.Array]:
     """`x` after the moves `start` to `end` of a path, made in the dtype that the step
     names.
 
     Where automatic axes split the value, one part moves: XLA would gather the parts in
     front of a collective, so those axes are manual here too. Of a sum that is `picked`,
-    each element lies on one device, the others having zeros.
+    each element lies on one device, the others having zeros. Of a quantized value there
+    are `copies`, alike, for uses that are each to read it from the bytes.
     """
+    moves = step.moves[start:end]
+    copies = copies if moves and moves[-1].packed_as else 1
 
-    def as_planned(x: jax.Array) -> jax.Array:
-        return _followed([step], [x], range(start, end), place, axes)[0]
+    def as_planned(x: jax.Array) -> list[jax.Array]:
+        return _followed([step], [x], range(start, end), place, axes, copies)[0]
 
-    def exact(x: jax.Array) -> jax.Array:
+    def exact(x: jax.Array) -> list[jax.Array]:
         same = replace(step, written=())
-        return _followed([same], [x], range(start, end), place, axes)[0]
+        return _followed([same], [x], range(start, end), place, axes)[0] * copies
 
     run: Run = as_planned
     moved = _on_wire(step, x)
-    if any(move.quantized for move in step.moves[start:end]):
+    if any(move.quantized for move in moves):
         run = _with_derivative(run, exact)
     elif picked and jnp.issubdtype(moved.dtype, jnp.floating):
         run = _as_bits(run)
     if step.auto:
         spec, names = auto_spec(step.auto), auto_names(step.auto)
         run = jax.shard_map(run, in_specs=spec, out_specs=spec, axis_names=names)
-    return _off_wire(run(moved), x)
+    return [_off_wire(y, x) for y in run(moved)]
 
 
 def _as_bits(run: Run) -> Run:
     """`run` on the bits of floats: a sum with zeros would make -0.0 to 0.0."""
 
-    def moved(x: jax.Array) -> jax.Array:
+    def moved(x: jax.Array) -> list[jax.Array]:
         bits = lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
-        return lax.bitcast_convert_type(run(bits), x.dtype)
+        return [lax.bitcast_convert_type(y, x.dtype) for y in run(bits)]
 
     return _with_derivative(moved, run)
 
@@ -87,7 +93,7 @@ def move_together(
     """Blocks after moves that are one collective."""
     moved = [_on_wire(step, x) for step, x in zip(steps, blocks, strict=True)]
     moved = _followed(steps, moved, range(len(steps[0].path) - 1), place, axes)
-    return [_off_wire(y, x) for y, x in zip(moved, blocks, strict=True)]
+    return [_off_wire(y, x) for (y,), x in zip(moved, blocks, strict=True)]
 
 
 def _followed(
@@ -96,34 +102,90 @@ def _followed(
     indices: Iterable[int],
     place: Place,
     axes: Axes,
-) -> list[jax.Array]:
+    copies: int = 1,
+) -> list[list[jax.Array]]:
     """Blocks after some moves of paths alike, each of them one collective.
 
-    What is quantized is packed in front of the first move that takes it so, and read
-    behind the last.
+    What is quantized is written in front of the first move that takes it so, and read
+    behind the last, `copies` times at the end.
     """
-    first, moved = steps[0], list(blocks)
+    first, moved = steps[0], [[x] for x in blocks]
     for packed, group in itertools.groupby(indices, lambda i: first.moves[i].packed_as):
-        group = list(group)
-        hows = [how for step in steps if (how := step.moves[group[0]].packed_as)]
-        given = moved
+        given, run = [x for x, *_ in moved], (steps, [*group], place, axes)
         if packed:
-            moved = [pack(x, how) for x, how in zip(given, hows, strict=True)]
-        sizes = [x.shape for x in moved]
-        for index in group:
-            moves = [step.moves[index] for step in steps]
-            shapes = [
-                move.sent_shape(step.part_shape) if packed else step.part_shape
-                for move, step in zip(moves, steps, strict=True)
-            ]
-            with jax.named_scope(line_name(place, first.result, index)):
-                moved = run_together(moved, shapes, moves, axes)
-        if packed:
-            moved = [
-                unpack(x, how, x.shape[how.dim] // size[how.dim], like.dtype)
-                for x, how, size, like in zip(moved, hows, sizes, given, strict=True)
-            ]
+            moved = _in_bits(given, *run, copies)
+        else:
+            moved = [[x] for x in _as_they_are(given, *run)]
     return moved
+
+
+def _as_they_are(
+    moved: list[jax.Array],
+    steps: Sequence[Reshard],
+    group: Sequence[int],
+    place: Place,
+    axes: Axes,
+) -> list[jax.Array]:
+    shapes = [step.part_shape for step in steps]
+    for index in group:
+        moves = [step.moves[index] for step in steps]
+        with jax.named_scope(line_name(place, steps[0].result, index)):
+            moved = run_together(moved, shapes, moves, axes)
+    return moved
+
+
+def _in_bits(
+    given: list[jax.Array],
+    steps: Sequence[Reshard],
+    group: Sequence[int],
+    place: Place,
+    axes: Axes,
+    copies: int,
+) -> list[list[jax.Array]]:
+    """Blocks of which elements and scales are moved: of one value by a collective each,
+    of which compilers make one; of several, all in one as bytes."""
+    hows = [how for step in steps if (how := step.moves[group[0]].packed_as)]
+    made = [quantize(x, how) for x, how in zip(given, hows, strict=True)]
+    elements, scales = [e for e, _ in made], [s for _, s in made]
+    shapes = [step.part_shape for step in steps]
+    few = [how.scales(shape) for how, shape in zip(hows, shapes, strict=True)]
+    joins = len(steps) > 1
+    if joins:
+        few = [(*shape, SCALE_BYTES) for shape in few]
+        scales = [as_bytes(s) for s in scales]
+    for index in group:
+        moves = [step.moves[index] for step in steps]
+        with jax.named_scope(line_name(place, steps[0].result, index)):
+            if joins:
+                both = run_together(
+                    elements + scales, [*shapes, *few], moves + moves, axes
+                )
+                elements, scales = both[: len(steps)], both[len(steps) :]
+            else:
+                elements = run_together(elements, shapes, moves, axes)
+                scales = run_together(scales, few, moves, axes)
+    if joins:
+        scales = [of_bytes(s) for s in scales]
+    return [
+        _read(e, s, how, x.dtype, copies)
+        for e, s, how, x in zip(elements, scales, hows, given, strict=True)
+    ]
+
+
+def _read(
+    elements: jax.Array,
+    scales: jax.Array,
+    how: Quantized,
+    dtype: jnp.dtype,
+    copies: int,
+) -> list[jax.Array]:
+    """The value as often as asked: a compiler reads bytes inside of a matmul if nothing
+    else uses what it reads, and would make one of equal reads that no barrier parts."""
+    made = [dequantize(elements, scales, how, dtype)]
+    while len(made) < copies:
+        elements, scales = barrier(elements, scales)
+        made.append(dequantize(elements, scales, how, dtype))
+    return made
 
 
 def _on_wire(step: Reshard, x: jax.Array) -> jax.Array:

@@ -42,6 +42,7 @@ class CompilerOption:
       hosts: it is of use only if the mesh spans several hosts.
       kinds: the `device_kind`s that it is of use on; all of the platform if empty.
       most: devices beyond which it is left out; 0 if it never is.
+      quantized: it is of use only if what is gathered is quantized.
     """
 
     platform: str
@@ -50,6 +51,7 @@ class CompilerOption:
     hosts: bool = False
     kinds: tuple[str, ...] = ()
     most: int = 0
+    quantized: bool = False
 
 
 _SPARSE_CORES = ("TPU v5", "TPU v5p", "TPU v6 lite")
@@ -78,6 +80,14 @@ OPTIONS = (
         "gpu",
         (("xla_gpu_experimental_parallel_collective_overlap_limit", 4),),
         hosts=True,
+    ),
+    # Quantized weights are read inside of the matmuls that use them, with their scales,
+    # instead of in a pass of its own that writes them in full. XLA's autotuner still
+    # takes the faster of the two.
+    CompilerOption(
+        "gpu",
+        (("xla_gpu_experimental_enable_subchannel_dequantisation_fusion", True),),
+        quantized=True,
     ),
     # A TPU's matrix unit waits for its own transfers. Those of the sparse cores run
     # beside it, and over a 3D slice they can reduce-scatter where it would all-reduce.
@@ -117,12 +127,15 @@ def check_options(asked: Any) -> Asked:
     )
 
 
-def compiler_options(devices: Sequence[Any], asked: Asked) -> dict[str, Any]:
+def compiler_options(
+    devices: Sequence[Any], asked: Asked, quantizes: bool = False
+) -> dict[str, Any]:
     """The options that a step is compiled with.
 
     Args:
       devices: those of the mesh; they may be devices that are not there.
       asked: what the user said; see `fully_shard`.
+      quantizes: whether leaves may be gathered quantized.
 
     Returns:
       Names and values, all known to the compiler of these devices.
@@ -143,6 +156,7 @@ def compiler_options(devices: Sequence[Any], asked: Asked) -> dict[str, Any]:
         and (processes.span(devices) > 1 or not option.hosts)
         and (not option.kinds or device.device_kind in option.kinds)
         and (not option.most or len(devices) <= option.most)
+        and (quantizes or not option.quantized)
         and given_by_user.isdisjoint((*dict(option.spellings), *option.decided_by))
     ]
     if named and (refused := refusal(device, _frozen(named))):

@@ -130,6 +130,12 @@ class Figures:
         return self.timeline.memory_bytes / self.target.memory_bandwidth
 
     @property
+    def quantizer_seconds(self) -> float:
+        """The part of `memory_seconds` that writing and reading quantized values takes,
+        and what is fused with that. Matmuls that read such are not part of it."""
+        return self.timeline.quantizer_bytes / self.target.memory_bandwidth
+
+    @property
     def transfer_seconds(self) -> float:
         """Collectives alone, one by one, with their latency."""
         return self.timeline.transfers

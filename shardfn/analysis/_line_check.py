@@ -49,12 +49,14 @@ class LineCheck:
       status: `present`, `narrowed`, `widened`, `all-reduced`, `rewritten`, `merged`,
         `shared`, `once`, `undecided` or `missing`.
       found: the compiled collectives for it, each `times` as often as counts for it.
+      scales: those for its scales, where these have collectives of their own.
       runs: how often the compiled program runs them per step.
     """
 
     line: Collective
     status: str
     found: tuple[HloCollective, ...] = ()
+    scales: tuple[HloCollective, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -69,9 +71,9 @@ class LineCheck:
     @property
     def wire_bytes(self) -> int:
         """Bytes that each device sends for it per step."""
-        return wire_bytes(self.found)
+        return wire_bytes((*self.found, *self.scales))
 
     @property
     def overlapped_bytes(self) -> int:
         """The part of them that moves while a matrix product runs."""
-        return overlapped_bytes(self.found)
+        return overlapped_bytes((*self.found, *self.scales))

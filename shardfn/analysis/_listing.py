@@ -28,6 +28,7 @@ from shardfn._core.plan import (
     communicating_moves,
 )
 from shardfn._core.program import Node, Program
+from shardfn._core.quantized import SCALE_BYTES
 from shardfn._core.sharding import Axes, Sharding, Split
 from shardfn._core.step_order import together
 from shardfn.analysis._explain import LeafLayout, Operation
@@ -223,6 +224,8 @@ def _moves(
     for index, move in communicating_moves(step, axes):
         gathers = isinstance(move, AllGather) and step.stored
         how, each = move.quantized, move.sent_itemsize(step.itemsize)
+        scale_bytes = move.scale_bytes(step.part_shape, axes)
+        scales = move.scales_shape(step.part_shape)
         for message in move.messages(step.part_shape, axes):
             yield (
                 Collective(
@@ -231,8 +234,10 @@ def _moves(
                     phase=step.phase,
                     shape=step.part_shape,
                     dtype=step.dtype if how is None else how.dtype,
-                    wire_bytes=round(message.sent * each),
-                    scale_bytes=round(move.scale_bytes(step.part_shape, axes)),
+                    wire_bytes=round(
+                        message.sent * each + (scale_bytes if scales else 0)
+                    ),
+                    scale_bytes=round(scale_bytes),
                     block=0 if how is None else how.block,
                     times=None if times is None else times * message.times,
                     path=names_text(names),
@@ -240,6 +245,7 @@ def _moves(
                     fallback=fallback,
                     name=line_name(at, step.result, index),
                     elements=message.elements,
+                    scales=move.elements(scales, axes) if scales else 0,
                     devices=message.devices,
                     reduces=move.reduces,
                     gradient=step.during.gradient,
@@ -264,7 +270,8 @@ def _joined(lines: Sequence[Line]) -> Line:
         wire_bytes=sum(line.wire_bytes for line in each),
         scale_bytes=sum(line.scale_bytes for line in each),
         path=names_text([line.path for line in each]),
-        elements=sum(line.elements for line in each),
+        elements=sum(line.elements + line.scales * SCALE_BYTES for line in each),
+        scales=0,
         parts=tuple((line.path, line.wire_bytes) for line in each),
         why=tuple(itertools.chain(*(line.why for line in each))),
     )

@@ -10,19 +10,19 @@ program has in another form.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-import jax.numpy as jnp
 import numpy as np
 
 from shardfn._core import compat
-from shardfn._core.limits import SAME_SIZE, SUBSET_BITS
+from shardfn._core.limits import SUBSET_BITS
 from shardfn._core.line_names import line_names
 from shardfn._core.moves import AllGather, AllReduce
 from shardfn._core.sharding import Axes
 from shardfn.analysis._hlo import HloCollective, read_collectives
 from shardfn.analysis._line_check import (
     ALL_REDUCED,
+    FAITHFUL,
     MERGED,
     MISSING,
     NARROWED,
@@ -34,43 +34,17 @@ from shardfn.analysis._line_check import (
     WIDENED,
     LineCheck,
 )
+from shardfn.analysis._needs import (
+    Need,
+    Supply,
+    is_op,
+    need_of,
+    scales_of,
+    status_of,
+    sums_whole,
+)
 from shardfn.analysis.collective import Collective
 from shardfn.analysis.verification import Verification
-
-
-@dataclass(slots=True)
-class _Need:
-    """A line of the plan, and the runs of it that are still to be found."""
-
-    line: Collective
-    devices: int
-    runs: int
-    found: list[HloCollective] = field(default_factory=list)
-    status: set[str] = field(default_factory=set)
-
-    @property
-    def key(self) -> tuple[int, int]:
-        return self.line.elements, self.devices
-
-    @property
-    def bytes(self) -> float:
-        """Bytes of one element."""
-        if self.line.dtype.startswith("key<"):
-            return self.line.wire_bytes / self.line.elements
-        return jnp.dtype(self.line.dtype).itemsize
-
-
-@dataclass(slots=True)
-class _Supply:
-    """A compiled collective, and the runs of it that no line has claimed yet."""
-
-    collective: HloCollective
-    names: frozenset[str]
-    runs: int
-
-    @property
-    def key(self) -> tuple[int, int]:
-        return self.collective.elements, self.collective.group_size
 
 
 def verify(
@@ -90,13 +64,13 @@ def verify(
     Returns:
       What the program has for every line, and what it has besides.
     """
-    needs = [
-        _Need(c, c.devices, 1 if c.times is None else c.times) for c in collectives
-    ]
+    lines = [need_of(c) for c in collectives]
+    scales = {i: need_of(scales_of(c)) for i, c in enumerate(collectives) if c.scales}
+    needs = [*lines, *scales.values()]
     found = read_collectives(hlo_text)
     automatic = tuple(c for c in found if _is_automatic(c, axes))
     supplies = [
-        _Supply(c, line_names(c.op_name), c.times)
+        Supply(c, line_names(c.op_name), c.times)
         for c in found
         if not _is_automatic(c, axes)
     ]
@@ -107,11 +81,25 @@ def verify(
     _match(needs, supplies, _is_like, named=False)
     _match(needs, supplies, _is_any, named=True)
     merged = SHARED if compat.merges_gathers(platform) else MERGED
-    lines = tuple(
-        LineCheck(n.line, _status(n, needs, merged), tuple(n.found)) for n in needs
+    checks = tuple(
+        _check(need, scales.get(i), needs, merged) for i, need in enumerate(lines)
     )
     extra = (replace(s.collective, times=s.runs) for s in supplies if s.runs)
-    return Verification(lines, tuple(extra), automatic)
+    return Verification(checks, tuple(extra), automatic)
+
+
+def _check(
+    need: Need, scales: Need | None, needs: Sequence[Need], merged: str
+) -> LineCheck:
+    """What there is for a line and its scales; of these only if the line itself is as
+    planned."""
+    status, found = _status(need, needs, merged), tuple(need.found)
+    if scales is None:
+        return LineCheck(need.line, status, found)
+    if status in FAITHFUL:
+        of_scales = _status(scales, needs, merged)
+        status = status if of_scales in FAITHFUL else of_scales
+    return LineCheck(need.line, status, found, tuple(scales.found))
 
 
 def _is_automatic(collective: HloCollective, axes: Axes) -> bool:
@@ -126,18 +114,15 @@ def _is_automatic(collective: HloCollective, axes: Axes) -> bool:
     )
 
 
-OF_BOOLEANS = ("max", "or")
-"""What reductions of booleans compile to: a maximum of bytes."""
-
-Test = Callable[[_Need, HloCollective], bool]
+Test = Callable[[Need, HloCollective], bool]
 
 
 def _match(
-    needs: Iterable[_Need], supplies: Iterable[_Supply], test: Test, *, named: bool
+    needs: Iterable[Need], supplies: Iterable[Supply], test: Test, *, named: bool
 ) -> None:
     """Gives lines the compiled collectives that pass `test`, in program order; only
     those that carry their name, or any of their size."""
-    by: dict[object, list[_Need]] = {}
+    by: dict[object, list[Need]] = {}
     for need in needs:
         by.setdefault(need.line.name if named else need.key, []).append(need)
     for supply in supplies:
@@ -145,10 +130,10 @@ def _match(
         wanting = (n for key in keys if supply.runs for n in by.get(key, ()))
         for need in wanting:
             if supply.runs and need.runs and test(need, supply.collective):
-                _credit(need, supply, _status_of(need, supply.collective))
+                _credit(need, supply, status_of(need, supply.collective))
 
 
-def _credit(need: _Need, supply: _Supply, status: str) -> None:
+def _credit(need: Need, supply: Supply, status: str) -> None:
     """Counts runs of `supply` for `need`; all it needs if their number is unknown."""
     exact = supply.collective.exact
     runs = min(need.runs, supply.runs) if exact else need.runs
@@ -158,52 +143,29 @@ def _credit(need: _Need, supply: _Supply, status: str) -> None:
     supply.runs = supply.runs - runs if exact else 0
 
 
-def _is_same(need: _Need, found: HloCollective) -> bool:
-    return _is_like(need, found) and _status_of(need, found) == PRESENT
+def _is_same(need: Need, found: HloCollective) -> bool:
+    return _is_like(need, found) and status_of(need, found) == PRESENT
 
 
-def _is_like(need: _Need, found: HloCollective) -> bool:
+def _is_like(need: Need, found: HloCollective) -> bool:
     """The same collective, or an all-reduce in its place, of as many elements."""
     if need.key != (found.elements, found.group_size):
         return False
-    return _is_op(need, found) or _sums_whole(found)
+    return is_op(need, found) or sums_whole(found)
 
 
-def _is_any(need: _Need, found: HloCollective) -> bool:
+def _is_any(need: Need, found: HloCollective) -> bool:
     return True
 
 
-def _sums_whole(found: HloCollective) -> bool:
-    """Whether it is an all-reduce that sums, which can stand for a gather, too."""
-    return found.op == AllReduce.op and found.reduces == "sum"
-
-
-def _is_op(need: _Need, found: HloCollective) -> bool:
-    line = need.line
-    of_booleans = line.reduces and line.dtype == "bool"
-    reducers = OF_BOOLEANS if of_booleans else (line.reduces,)
-    return found.op == line.op and found.reduces in reducers
-
-
-def _status_of(need: _Need, found: HloCollective) -> str:
-    if need.key != (found.elements, found.group_size):
-        return REWRITTEN
-    if not _is_op(need, found):
-        return ALL_REDUCED if _sums_whole(found) else REWRITTEN
-    size = found.bytes / found.elements if found.elements else need.bytes
-    if abs(size - need.bytes) < SAME_SIZE * size:
-        return PRESENT
-    return WIDENED if size > need.bytes else NARROWED
-
-
-def _match_concatenated(needs: Sequence[_Need], supplies: Sequence[_Supply]) -> None:
+def _match_concatenated(needs: Sequence[Need], supplies: Sequence[Supply]) -> None:
     """Explains sums of long arrays by lines whose sums they concatenate, also those of
     a loop that the compiler does once after it.
 
     Which line went where is not always known, and need not be: sums of one kind that
     hold as many elements as the lines that are left for them hold them all.
     """
-    kinds: dict[tuple[object, ...], list[_Supply]] = {}
+    kinds: dict[tuple[object, ...], list[Supply]] = {}
     for supply in supplies:
         whole = supply.collective
         if whole.op == AllReduce.op and supply.runs and whole.elements:
@@ -229,7 +191,7 @@ def _match_concatenated(needs: Sequence[_Need], supplies: Sequence[_Supply]) -> 
                 need.status.add(UNDECIDED)
 
 
-def _parts_of(whole: HloCollective, needs: Iterable[_Need]) -> list[_Need]:
+def _parts_of(whole: HloCollective, needs: Iterable[Need]) -> list[Need]:
     """The lines that a sum may hold among others."""
     return [
         n
@@ -237,18 +199,18 @@ def _parts_of(whole: HloCollective, needs: Iterable[_Need]) -> list[_Need]:
         if n.runs
         and n.line.op == AllReduce.op
         and n.devices == whole.group_size
-        and _status_of(n, replace(whole, elements=n.line.elements)) == PRESENT
+        and status_of(n, replace(whole, elements=n.line.elements)) == PRESENT
     ]
 
 
-def _credit_part(need: _Need, whole: HloCollective) -> None:
+def _credit_part(need: Need, whole: HloCollective) -> None:
     part = replace(whole, elements=need.line.elements, times=need.runs)
     need.found.append(replace(part, combined=max(2, whole.combined)))
     need.status.add(PRESENT)
     need.runs = 0
 
 
-def _summing_to(supply: _Supply, parts: Sequence[_Need]) -> list[_Need]:
+def _summing_to(supply: Supply, parts: Sequence[Need]) -> list[Need]:
     """Lines whose elements, over all runs, sum to those of `supply`, those that it
     names among them; none if there are no such lines, or the table is too large."""
     named = [n for n in parts if n.line.name in supply.names]
@@ -275,7 +237,7 @@ def _summing_to(supply: _Supply, parts: Sequence[_Need]) -> list[_Need]:
     return named
 
 
-def _status(need: _Need, needs: Iterable[_Need], merged: str) -> str:
+def _status(need: Need, needs: Iterable[Need], merged: str) -> str:
     if not need.runs:
         worst = (REWRITTEN, ALL_REDUCED, WIDENED, NARROWED)
         return next((s for s in worst if s in need.status), PRESENT)
@@ -291,7 +253,7 @@ def _status(need: _Need, needs: Iterable[_Need], merged: str) -> str:
     return merged if whole else MISSING
 
 
-def _is_twin(need: _Need, other: _Need) -> bool:
+def _is_twin(need: Need, other: Need) -> bool:
     """Whether `other` gathers the same leaf as `need`, or the same value."""
     a, b = need.line, other.line
     alike = (a.axis, a.dtype, a.elements) == (b.axis, b.dtype, b.elements)
@@ -300,7 +262,7 @@ def _is_twin(need: _Need, other: _Need) -> bool:
     return other is not need and alike and same and gathers
 
 
-def _is_apart(need: _Need, other: _Need) -> bool:
+def _is_apart(need: Need, other: Need) -> bool:
     """Whether two lines gather for bodies that run side by side in one pass: nothing
     lives longer if a compiler finds that they compute the same."""
     a, b = need.line, other.line

@@ -28,7 +28,9 @@ class Collective:
       fallback: the primitive without a rule that caused it, or "".
       name: the name scope that its operations are emitted under (see `line_name`).
       elements: of the value on one device where it is larger, padding included: after
-        an all-gather, before a reduce-scatter. Of a quantized one bytes, with scales.
+        an all-gather, before a reduce-scatter. Of a quantized one bytes, with scales
+        unless these have a collective of their own.
+      scales: elements of that collective; 0 if there is none.
       devices: how many talk to each other; fewer than the axis has within a group.
       gradient: which gradient of the step it is part of, counted from 0.
       parts: state leaves that move together, and the wire bytes of each; empty if only
@@ -52,6 +54,7 @@ class Collective:
     fallback: str = ""
     name: str = field(default="", compare=False)
     elements: int = field(default=0, compare=False)
+    scales: int = field(default=0, compare=False)
     devices: int = 0
     parts: tuple[tuple[str, int], ...] = ()
     scale_bytes: int = 0

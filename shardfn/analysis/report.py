@@ -110,6 +110,7 @@ def _estimate(report: Report) -> list[str]:
             f"{size_text(moved)} at {target.memory_bandwidth / 1e9:.4g} GB/s",
         ),
         _row("transfers", seconds_text(report.transfer_seconds), _transfers(report)),
+        *_quantizer(report),
         *_host_link(report),
         *_gaps(report),
         _row("step", seconds_text(report.step_seconds), f"MFU {report.mfu:.0%}"),
@@ -134,6 +135,17 @@ def _gaps(report: Report) -> list[str]:
         return []
     note = f"{report.timeline.kernels} kernels"
     return [_row("gaps between kernels", seconds_text(report.gap_seconds), note)]
+
+
+def _quantizer(report: Report) -> list[str]:
+    """What quantized moves take of the memory's time, and send, if there are any."""
+    lines = [c for c in report.plan.collectives if c.block]
+    if not lines:
+        return []
+    sent = size_text(sum(c.total_bytes for c in lines))
+    moved = size_text(report.timeline.quantizer_bytes)
+    note = f"{moved} of the memory's, to write and read {sent} on the wire"
+    return [_row("quantizer", seconds_text(report.quantizer_seconds), note)]
 
 
 def _host_link(report: Report) -> list[str]:

@@ -71,7 +71,7 @@ class Verification:
     @property
     def exact(self) -> bool:
         """Whether all trip counts are known; a loop without one counts once."""
-        found = [c for check in self.lines for c in check.found]
+        found = [c for check in self.lines for c in (*check.found, *check.scales)]
         return all(c.exact for c in (*found, *self.extra))
 
     def __str__(self) -> str:

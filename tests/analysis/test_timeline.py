@@ -283,6 +283,34 @@ def test_loops_are_played_as_often_as_they_run() -> None:
     assert len(found.rounds) == 256
 
 
+def test_the_quantizer_is_what_writes_and_reads_bits_outside_of_matmuls() -> None:
+    inside = """
+%writes (a: f32[64,128]) -> s8[64,128] {
+  %a = f32[64,128] parameter(0)
+  %h = f32[64,128] negate(%a), metadata={op_name="jit(f)/shardfn_quantize/neg"}
+  ROOT %q = s8[64,128] convert(%h)
+}
+%matmul (b: s8[64,128], c: f32[64,128]) -> f32[64,64] {
+  %b = s8[64,128] parameter(0)
+  %c = f32[64,128] parameter(1)
+  %w = f32[64,128] convert(%b), metadata={op_name="jit(f)/shardfn_dequantize/mul"}
+  ROOT %d = f32[64,64] dot(%c, %w), lhs_contracting_dims={1}, rhs_contracting_dims={1}
+}
+"""
+    text = module(
+        """
+  %x = f32[64,128] parameter(0)
+  %q = s8[64,128] fusion(%x), kind=kLoop, calls=%writes
+  %o = f32[64,64] fusion(%q, %x), kind=kCustom, calls=%matmul
+  %n = f32[64,64] negate(%o), metadata={op_name="jit(f)/neg"}
+""",
+        inside,
+    )
+    found = play(text, ROUND)
+    assert found.quantizer_bytes == 64 * 128 * (4 + 1)
+    assert found.memory_bytes > 2 * found.quantizer_bytes
+
+
 def test_live_memory_follows_the_schedule() -> None:
     parsed = parse_module(module(ENTRY.replace(", TRIPS", ""), LOOP))
     one = 64 * 128 * 4

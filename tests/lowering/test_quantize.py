@@ -9,7 +9,7 @@ import pytest
 
 from shardfn._core.quantized import DTYPES, Quantized, find_blocks
 from shardfn._core.sharding import Axes, Split, flat
-from shardfn._lowering.quantize import pack, unpack
+from shardfn._lowering.quantize import dequantize, pack, quantize, unpack
 
 FLOAT32 = jnp.dtype("float32")
 STEPS = {"int8": 1 / 127, "float8_e4m3fn": 32 / 448, "float8_e5m2": 8192 / 57344}
@@ -19,7 +19,7 @@ STEPS = {"int8": 1 / 127, "float8_e4m3fn": 32 / 448, "float8_e5m2": 8192 / 57344
 def read(x, how: Quantized, dtype=FLOAT32, salt: int = 0) -> np.ndarray:
     packed = pack(jnp.asarray(x), how, salt)
     assert packed.shape == how.packed(x.shape) and packed.dtype == jnp.int8
-    return np.asarray(unpack(packed, how, 1, jnp.dtype(dtype)))
+    return np.asarray(unpack(packed, how, jnp.dtype(dtype)))
 
 
 def drawn(*shape: int) -> np.ndarray:
@@ -61,15 +61,15 @@ def test_what_is_rounded_stays_when_it_is_rounded_again(dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("cut", [0, 1])
 def test_shards_are_written_as_the_whole_is(dtype, cut) -> None:
-    """To the last bit, and bytes of shards one behind the other are read as one."""
+    """To the last bit, and those of shards one behind the other are read as one."""
     x, how = jnp.asarray(drawn(32, 256)), Quantized(dtype, 32, 1)
-    whole = read(x, how)
-    packed = [pack(part, how) for part in jnp.split(x, 4, axis=cut)]
-    parts = [unpack(p, how, 1, FLOAT32) for p in packed]
-    np.testing.assert_array_equal(jnp.concatenate(parts, cut), whole)
-    joined = jnp.concatenate(packed, cut)
-    together = unpack(joined, how, 4 if cut == how.dim else 1, FLOAT32)
-    np.testing.assert_array_equal(together, whole)
+    whole = quantize(x, how)
+    assert whole[1].shape == how.scales(x.shape)
+    shards = [quantize(part, how) for part in jnp.split(x, 4, axis=cut)]
+    joined = [jnp.concatenate(each, cut) for each in zip(*shards, strict=True)]
+    for ours, theirs in zip(joined, whole, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    np.testing.assert_array_equal(dequantize(*joined, how, FLOAT32), read(x, how))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -90,7 +90,7 @@ def test_chance_rounds_to_the_value_on_average(dtype) -> None:
     """Each device by its own chance, and each time the same."""
     how = Quantized(dtype, 128, 1, "stochastic")
     x = np.linspace(-1, 1, 128, dtype=np.float32)[None] * np.float32(0.37)
-    run = jax.jit(jax.vmap(lambda salt: unpack(pack(x, how, salt), how, 1, FLOAT32)))
+    run = jax.jit(jax.vmap(lambda salt: unpack(pack(x, how, salt), how, FLOAT32)))
     many = np.asarray(run(jnp.arange(4096, dtype=jnp.uint32)))
     most, step = np.abs(x).max(), STEPS[dtype]
     assert np.abs(many - x).max() < most * step * 1.01

@@ -105,6 +105,14 @@ def test_options_of_no_more_than_so_many_devices(compiler):
     assert compiler_options(machines(3, "TPU v5p"), None) == {}
 
 
+def test_options_for_quantized_gathers(compiler):
+    compiler(
+        {"bits": True}, (CompilerOption("gpu", (("bits", True),), quantized=True),)
+    )
+    assert compiler_options(machines(), None, quantizes=True) == {"bits": True}
+    assert compiler_options(machines(), None) == {}
+
+
 def test_the_user_comes_first(compiler, monkeypatch, tmp_path):
     compiler({"xla_new": "ON", "xla_old": 7, "xla_far": 2, "mine": 1}, TABLE)
     ours = {"xla_new": "ON", "xla_far": 2}

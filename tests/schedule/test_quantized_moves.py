@@ -17,9 +17,11 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from layered import ROWS, STATE, UNROLLED, train
-from plan_helpers import cpu_mesh, run, shard_fn
+from plan_helpers import cpu_mesh, run, shard_fn, walk
 
 import shardfn
+from shardfn._core import compat
+from shardfn._core.barrier import barrier_p
 from shardfn.analysis import targets
 
 BLOCK = 4
@@ -205,6 +207,44 @@ def test_bytes_and_scales_are_those_of_the_compiled_program() -> None:
         mlp(lambda w: w), cpu_mesh(4), {"a": (512, 256), "b": (256, 512)}, (8, 512)
     )
     assert case.plan.parameter_bytes == half.plan.parameter_bytes
+
+
+def test_scales_that_do_not_move_as_planned_are_seen() -> None:
+    """They have a collective of their own on CPUs."""
+    options = dict(gather_dtype=named("int8"), quantize_block=BLOCK)
+    case = shard_fn(mlp(lambda w: w), cpu_mesh(4), SHAPES, (8, 16), **options)
+    text = case.compile().as_text()
+    assert case.plan.verify(text).ok and "u16[" in text
+    wider = case.plan.verify(text.replace("u16[", "f32["))
+    assert {c.line.path for c in wider.lines if c.status == "widened"} == set(SHAPES)
+    less = [c.wire_bytes for c in case.plan.verify(text).lines if c.line.block]
+    assert less == [c.wire_bytes for c in case.plan.collectives if c.block]
+
+
+@pytest.mark.parametrize("name", ["", "ahead and together", "within groups"])
+def test_each_use_may_read_the_bytes_itself(name: str, monkeypatch) -> None:
+    """As GPUs' compiler takes them into its matmuls; not a bit changes."""
+    kind, options = OPTIONS.get(name, ("unrolled", {}))
+    expected, _ = trained(kind, **options)
+    monkeypatch.setattr(compat, "reads_inside_matmuls", lambda platform: True)
+    found, _ = trained.__wrapped__(kind, **options)
+    for ours, theirs in zip(found, expected, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+def test_a_use_reads_bytes_behind_a_barrier_of_its_own(monkeypatch) -> None:
+    """Or the compiler would make one of equal reads, for none of the matmuls."""
+    options = dict(gather_dtype=named("int8"), quantize_block=BLOCK)
+
+    def reads() -> int:
+        case = shard_fn(mlp(lambda w: w), cpu_mesh(4), SHAPES, (8, 16), **options)
+        waiting = [e for e, *_ in walk(case.jaxpr) if e.primitive is barrier_p]
+        return sum(len(e.invars) == 2 and e.invars[1].aval.dtype == "uint16"
+                   for e in waiting)  # fmt: skip
+
+    assert reads() == 0
+    monkeypatch.setattr(compat, "reads_inside_matmuls", lambda platform: True)
+    assert reads() == 1  # the second weight is used forward and backward
 
 
 def test_small_leaves_stay_exact_unless_named() -> None:
@@ -442,6 +482,13 @@ def test_compilers_of_devices_that_are_not_there(target: str, dtype: str) -> Non
         mlp(lambda w: w), mesh, shapes, (4096, 1024),
         gather_dtype=dtype, reduce_dtype=dtype,
     )  # fmt: skip
-    checked = case.plan.verify(case.compile())
+    report = case.step.on(target, case.state, case.batch)
+    checked = report.verification
     assert checked.ok, checked.problems()
     assert checked.wire_bytes <= case.plan.wire_bytes
+    # At least terms are read to be written, and written; no matmul is among it.
+    least = 2 * 1024 * 2048 * (4 + 1)
+    assert least <= report.timeline.quantizer_bytes <= report.timeline.memory_bytes
+    assert "\n  quantizer  " in str(report) and "of the memory's, to write" in str(
+        report
+    )

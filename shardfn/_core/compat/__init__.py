@@ -160,6 +160,9 @@ from shardfn._core.compat.platforms import (
 from shardfn._core.compat.platforms import (
     platform_of as platform_of,
 )
+from shardfn._core.compat.platforms import (
+    reads_inside_matmuls as reads_inside_matmuls,
+)
 from shardfn._core.compat.primitives import (
     UNREDUCED_COLLECTIVES as UNREDUCED_COLLECTIVES,
 )

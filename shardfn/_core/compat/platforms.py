@@ -32,6 +32,13 @@ def dtypes_without_sum(platform: str, has_automatic_axes: bool) -> tuple[str, ..
     return ("bfloat16",) if platform == "cpu" and has_automatic_axes else ()
 
 
+def reads_inside_matmuls(platform: str) -> bool:
+    """Whether the compiler reads quantized values inside of the matmuls that use them,
+    each its own: XLA for GPUs does, of what nothing else uses. Others share one copy,
+    or make several as they see fit."""
+    return platform in ("gpu", "cuda", "rocm")
+
+
 def bound_platform() -> tuple[str, bool]:
     """The platform that the surrounding `shard_map` is for, as far as JAX knows it, and
     whether some axes of its mesh are automatic."""

@@ -11,7 +11,8 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field
 
-from shardfn.analysis._hlo.collective import jax_dtype
+from shardfn._core.line_names import DEQUANTIZED, QUANTIZED
+from shardfn.analysis._hlo.collective import is_collective, jax_dtype
 from shardfn.analysis._hlo.parse import Computation, Instruction, Module, integers
 
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<= ]*)\](\{[^{}]*\})?")
@@ -49,10 +50,12 @@ class Cost:
     Attributes:
       flops: of matmuls and convolutions, by the dtype of their operands.
       bytes: read from and written to device memory.
+      quantizes: it writes values in fewer bits, or reads such, outside of matmuls.
     """
 
     flops: Counter[str] = field(default_factory=Counter)
     bytes: int = 0
+    quantizes: bool = False
 
 
 def arrays_of(shape: str) -> list[Array]:
@@ -68,7 +71,19 @@ def cost_of(instr: Instruction, comp: Computation, module: Module) -> Cost:
     """The cost of one instruction of a scheduled computation."""
     if instr.opcode in _FREE or instr.opcode.endswith("-done"):
         return Cost()
-    return Cost(flops_of(instr, comp, module), _bytes(instr, comp, module))
+    flops = flops_of(instr, comp, module)
+    quantizes = not flops and _quantizes(instr, module)
+    return Cost(flops, _bytes(instr, comp, module), quantizes)
+
+
+def _quantizes(instr: Instruction, module: Module) -> bool:
+    """Whether an operation, or one that is fused into it, is of the quantizer."""
+    if any(name in instr.op_name for name in (QUANTIZED, DEQUANTIZED)):
+        return not is_collective(instr)
+    inside = module.called(instr) if instr.opcode == "fusion" else ()
+    return any(
+        _quantizes(each, module) for c in inside for each in c.instructions.values()
+    )
 
 
 def flops_of(instr: Instruction, comp: Computation, module: Module) -> Counter[str]:

@@ -57,6 +57,7 @@ def play(hlo_text: str, rates: Rates) -> Timeline:
         seconds=player.now,
         flops=player.flops,
         memory_bytes=player.memory_bytes,
+        quantizer_bytes=player.quantizer_bytes,
         copies=tuple(player.copies),
         kernels=player.kernels,
         latency=player.latency,
@@ -92,6 +93,7 @@ class _Player:
     live: list[tuple[float, int]] = field(default_factory=list)
     flops: Counter[str] = field(default_factory=Counter)
     memory_bytes: int = 0
+    quantizer_bytes: int = 0
     costs: dict[tuple[str, str], Cost] = field(default_factory=dict)
     alive: dict[str, dict[str, int]] = field(default_factory=dict)
     moves: dict[tuple[str, str], list[HloCollective]] = field(default_factory=dict)
@@ -137,6 +139,7 @@ class _Player:
         cost, rates = self.costs[key], self.rates
         self.flops += cost.flops
         self.memory_bytes += cost.bytes
+        self.quantizer_bytes += cost.bytes if cost.quantizes else 0
         if instr.opcode == "copy-start":
             return
         matmul = sum(n / rates.matmul(dtype) for dtype, n in cost.flops.items())

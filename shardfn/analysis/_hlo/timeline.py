@@ -70,6 +70,8 @@ class Timeline:
       copies: what moves between the host's memory and the device's.
       kernels: operations that the device runs.
       latency: seconds of all transfers, one by one, beyond their time on the links.
+      quantizer_bytes: those of `memory_bytes` that operations move which write or read
+        quantized values, and what is fused with that; matmuls are not among them.
     """
 
     device: tuple[Span, ...]
@@ -82,6 +84,7 @@ class Timeline:
     copies: tuple[Span, ...] = ()
     kernels: int = 0
     latency: float = 0.0
+    quantizer_bytes: int = 0
 
     @property
     def exposed(self) -> float:
