@@ -183,8 +183,8 @@ def fully_shard(
         "compiler_options": compiler_options,
         **leaf_options,
     }
-    control = make_control(**leaf_options)
     names, argnums = check_axis(axis), check_argnums(state_argnums)
+    control = make_control(mesh_axes=names, **leaf_options)
     min_size = check_min_size(min_size)
     control.check_axes(names)
     check_mesh(mesh)

@@ -16,7 +16,7 @@ import jax
 from shardfn._core.errors import ShardingError, call_site, called, cannot_be, listed
 from shardfn._core.leaf_options import LEAF_OPTIONS, LeafOptions
 from shardfn._core.limits import SHOWN_MATCHES
-from shardfn._core.option_values import Option, StoredAxis
+from shardfn._core.option_values import Option, StoredAxis, gives_axes
 from shardfn._core.quantized import is_quantized
 from shardfn._core.sharding import Axes
 
@@ -50,10 +50,12 @@ class Control:
       choices: `(option, ((pattern, value), ...))` for every option that differs from
         its default, in the order of the table.
       place: the user's line that asked, for messages.
+      by_axis: options that were given as a mapping from mesh axes, for all leaves.
     """
 
     choices: tuple[tuple[str, Choices], ...] = ()
     place: str = field(default="", compare=False)
+    by_axis: tuple[str, ...] = field(default=(), compare=False)
     # By path.
     known: dict[tuple[str, ...], LeafControl] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -98,6 +100,7 @@ class Control:
         earlier, wider one has taken with another value."""
         names = list(leaves)
         self._check_dtypes()
+        self._check_axes_and(names)
         for option, choices in self.choices:
             wider: list[tuple[str, Any, set[str]]] = []
             for pattern, value in choices:
@@ -117,9 +120,22 @@ class Control:
                         )
                 wider.append((pattern, value, taken))
 
+    def _check_axes_and(self, leaves: Sequence[str]) -> None:
+        """Raises if what was taken for a mesh axis names a leaf, too."""
+        choices = dict(self.choices)
+        for option in self.by_axis:
+            for axis, dtype in (pair for _, value in choices[option] for pair in value):
+                if any(matches(leaf, axis) for leaf in leaves):
+                    raise ShardingError(
+                        f"{option} names '{axis}', which is a mesh axis and a leaf, or "
+                        f"subtree, of the state.\n{called()}{self._given()}"
+                        f"Write {{'*': {{'{axis}': '{dtype}'}}}} for the mesh axis, or "
+                        f"{{'{axis}*': '{dtype}'}} for what is stored under this name."
+                    )
+
     def _check_dtypes(self) -> None:
         """Raises if JAX, as it is configured now, has no arrays of a dtype."""
-        for option in ("gather_dtype", "reduce_dtype"):
+        for option in DTYPES_OF_MOVES:
             for dtype in self.asked(option):
                 if (
                     isinstance(dtype, str)
@@ -157,7 +173,7 @@ class Control:
             else each
             for option, each in self.choices
         }
-        return Control(tuple(choices.items()), self.place)
+        return Control(tuple(choices.items()), self.place, self.by_axis)
 
     @property
     def groups(self) -> set[int]:
@@ -167,7 +183,7 @@ class Control:
 
     def check_axes(self, names: Sequence[str]) -> None:
         """Raises if an option names other mesh axes than `names`."""
-        for option in ("shard", "gather_dtype", "reduce_dtype"):
+        for option in ("shard", *DTYPES_OF_MOVES):
             for value in self.asked(option):
                 for name in map(axis_of, value if isinstance(value, tuple) else ()):
                     if name not in names:
@@ -193,14 +209,18 @@ class Control:
         return "\n".join(lines)
 
 
+DTYPES_OF_MOVES = ("gather_dtype", "reduce_dtype")
+"""Options whose values may be dtypes by mesh axis."""
+
 NOTHING_ASKED = Control()
 """Every option as it is by default."""
 
 
-def make_control(**options: Any) -> Control:
+def make_control(mesh_axes: Sequence[str] = (), **options: Any) -> Control:
     """A `Control` of options as users write them.
 
     Args:
+      mesh_axes: names of the mesh axes, to which a mapping may give dtypes.
       **options: those of `LeafOptions`.
 
     Returns:
@@ -209,9 +229,12 @@ def make_control(**options: Any) -> Control:
     Raises:
       ShardingError: an option has no such value.
     """
-    found = []
+    found, by_axis = [], []
     for name, option in LEAF_OPTIONS.items():
         given = options.pop(name, option.default_given)
+        if name in DTYPES_OF_MOVES and gives_axes(given, mesh_axes):
+            given = {"*": given}
+            by_axis.append(name)
         choices = tuple(
             (_pattern(name, pattern), option.values.of(name, value))
             for pattern, value in _by_pattern(option, given).items()
@@ -220,7 +243,7 @@ def make_control(**options: Any) -> Control:
             found.append((name, choices))
     if options:
         raise TypeError(f"unknown options {sorted(options)}")
-    return Control(tuple(found), call_site() if found else "")
+    return Control(tuple(found), call_site() if found else "", tuple(by_axis))
 
 
 def _agreed(asked: Sequence[LeafControl]) -> LeafControl:

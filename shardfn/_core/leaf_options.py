@@ -95,8 +95,9 @@ class LeafOptions(TypedDict, total=False):
             of bfloat16's bytes. Each device then multiplies with the rounded weights,
             the update starts from the exact ones, and derivatives do not see it. Values
             of fewer than 65,536 elements stay exact, unless their very leaf is named,
-            and so do gathers of the update. `{"*": {"dcn": "int8"}}` quantizes over
-            that mesh axis alone. None: as the step has them.""",
+            and so do gathers of the update. `{"dcn": "int8"}` quantizes over
+            that mesh axis alone, by path `{"*": {"dcn": "int8"}}`. None: as the step
+            has them.""",
         ),
     ]
     reduce_dtype: Annotated[
@@ -119,10 +120,10 @@ class LeafOptions(TypedDict, total=False):
             What every device gets whole, such as the sum over hosts where the state is
             sharded within each, is then gathered in the same dtype, which rounds the
             sum, too. Values of fewer than 65,536 elements stay exact, unless their very
-            leaf is named. `{"*": {"dcn": "int8"}}` quantizes over that mesh axis alone.
-            What is summed behind a stationary leaf that is split along what it
-            contracts is summed in a dtype that is not quantized, too. None: as the step
-            makes them.""",
+            leaf is named. `{"dcn": "int8"}` quantizes over that mesh axis alone, by
+            path `{"*": {"dcn": "int8"}}`. What is summed behind a stationary leaf that
+            is split along what it contracts is summed in a dtype that is not quantized,
+            too. None: as the step makes them.""",
         ),
     ]
     reduce_rounding: Annotated[

@@ -6,7 +6,7 @@ names the option, the value and what is allowed.
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, get_args
 
@@ -102,6 +102,17 @@ def _wire_dtype(value: Any) -> WireDtype:
     if len(of_axes) != len(value) or not all(map(is_quantized, of_axes.values())):
         raise NotAllowed
     return tuple(of_axes.items())
+
+
+def gives_axes(given: Any, mesh_axes: Sequence[str]) -> bool:
+    """Whether it is a mapping from mesh axes to dtypes that values are quantized to."""
+    if not isinstance(given, Mapping) or not given:
+        return False
+    dtypes = (str(each) for each in given.values() if not isinstance(each, Mapping))
+    quantized = [is_quantized(each) for each in dtypes]
+    return set(given) <= set(mesh_axes) and len(quantized) == len(given) == sum(
+        quantized
+    )
 
 
 def _dtype(value: Any) -> str:

@@ -406,6 +406,30 @@ def test_one_axis_of_a_hybrid_mesh_is_quantized() -> None:
     assert "reduce_dtype: {'replica': 'int8'} for a" in str(case.plan)
 
 
+def test_mesh_axes_without_a_path() -> None:
+    """For all leaves; what could be the name of a leaf, too, is refused."""
+
+    def asked(dtype: Any, shapes: Any = SHAPES) -> Any:
+        step = mlp(lambda w: w)
+        if shapes is not SHAPES:
+            step = lambda state, x: (state, (x @ state["replica"]).mean())  # noqa: E731
+        options = HYBRID | {"reduce_dtype": dtype}
+        return shard_fn(step, cpu_mesh(2, 4), shapes, (8, 16), **options)
+
+    short, long = asked({"replica": "int8"}), asked({"*": {"replica": "int8"}})
+    assert short.plan == long.plan
+    assert asked({"a": "int8", "*": None}).plan != long.plan, "a leaf"
+    with pytest.raises(shardfn.ShardingError) as caught:
+        _ = asked({"replica": "int8"}, {"replica": (16, 8)}).plan
+    message = str(caught.value)
+    assert message.startswith(
+        "reduce_dtype names 'replica', which is a mesh axis and a leaf, or subtree, of "
+        "the state.\n  <lambda> was called"
+    )
+    assert "Write {'*': {'replica': 'int8'}} for the mesh axis, or {'" in message
+    _ = asked({"replica": "bfloat16"}, {"replica": (16, 8)}).plan, "no mesh axis's"
+
+
 def test_gradients_outside_do_not_see_the_quantizer() -> None:
     """A function that is differentiated from outside has the derivative of its exact
     moves."""
