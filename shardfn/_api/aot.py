@@ -23,7 +23,7 @@ from shardfn.analysis._flops import count_flops
 from shardfn.analysis._hlo import HloCollective
 from shardfn.analysis._hlo.play import play
 from shardfn.analysis._hlo.timeline import Rates
-from shardfn.analysis._latency import KERNEL_GAP, Transfer, transfer
+from shardfn.analysis._latency import KERNEL_GAP, TransferTime, transfer
 from shardfn.analysis.report import Report
 
 
@@ -74,7 +74,7 @@ def rates_of(target: Target, mesh: Mesh) -> Rates:
     """The target's rates for programs on `mesh`, a mesh of its devices."""
     coords = [tuple(d.coords) for d in mesh.devices.flat]
 
-    def of_program(together: Sequence[HloCollective]) -> Transfer:
+    def of_program(together: Sequence[HloCollective]) -> TransferTime:
         sent = sum(c.wire_bytes for c in together)
         group = [coords[d] for d in together[0].groups[0]]
         return transfer(target, together[0].op, sent, group)

@@ -1,6 +1,6 @@
 """How long transfers and kernels take beyond their bytes and FLOPs.
 
-In: a machine, and a collective with its bytes and devices. Out: `Transfer`, the seconds
+In: a machine, and a collective with its bytes and devices. Out: `TransferTime`, the seconds
 that its bytes take on the links and those until they are there.
 
 GPUs: the ring and tree rows of the table by which NCCL itself chooses an algorithm and
@@ -26,7 +26,7 @@ US = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class TransferTime:
     """One collective.
 
     Attributes:
@@ -84,7 +84,7 @@ us apiece, launched one behind the other (developer.nvidia.com/blog/cuda-graphs)
 runs one program; no figure is published."""
 
 
-def transfer(target: Target, op: str, sent: float, coords: Coords) -> Transfer:
+def transfer(target: Target, op: str, sent: float, coords: Coords) -> TransferTime:
     """How long a collective takes, if nothing else uses its links.
 
     A GPU's ring that spans hosts whose links are apart crosses each host's edge over
@@ -101,19 +101,19 @@ def transfer(target: Target, op: str, sent: float, coords: Coords) -> Transfer:
       Seconds at the rates of the data sheets, and the latency.
     """
     if len(coords) < 2:
-        return Transfer(0.0, 0.0)
+        return TransferTime(0.0, 0.0)
     if target.platform == "cuda":
         return _on_gpus(target, op, sent, coords)
     return _on_torus(target, op, sent, coords)
 
 
-def _on_gpus(target: Target, op: str, sent: float, coords: Coords) -> Transfer:
+def _on_gpus(target: Target, op: str, sent: float, coords: Coords) -> TransferTime:
     hosts = Counter(tuple(c[: target.links_span]) for c in coords)
     rate = target.link_bandwidth
     if len(hosts) > 1:
         rate = min(rate, target.network_bandwidth * min(hosts.values()))
     ways = _ways(op, len(coords), len(hosts))
-    return min((Transfer(sent / (rate * s), t) for t, s in ways), key=_seconds)
+    return min((TransferTime(sent / (rate * s), t) for t, s in ways), key=_seconds)
 
 
 def _ways(op: str, devices: int, hosts: int) -> Iterator[tuple[float, float]]:
@@ -135,11 +135,11 @@ def _ways(op: str, devices: int, hosts: int) -> Iterator[tuple[float, float]]:
             yield way.start + 2 * climb, way.share
 
 
-def _seconds(way: Transfer) -> float:
+def _seconds(way: TransferTime) -> float:
     return way.seconds
 
 
-def _on_torus(target: Target, op: str, sent: float, coords: Coords) -> Transfer:
+def _on_torus(target: Target, op: str, sent: float, coords: Coords) -> TransferTime:
     """On a torus data flows on from chip to chip, so hops wait only for what is
     shorter than them."""
     shape = [int(n) for n in target.topology.rpartition(":")[2].split("x")]
@@ -152,4 +152,4 @@ def _on_torus(target: Target, op: str, sent: float, coords: Coords) -> Transfer:
         for extent, size in zip(extents, shape, strict=False)
     )
     trips = 2 if op == AllReduce.op else 1
-    return Transfer(links, max(trips * hops * ICI_HOP - links, 0.0))
+    return TransferTime(links, max(trips * hops * ICI_HOP - links, 0.0))

@@ -21,7 +21,7 @@ from shardfn.analysis._hlo.play import play
 from shardfn.analysis._hlo.timeline import Rates
 from shardfn.analysis._host_check import check_host
 from shardfn.analysis._html import page_data
-from shardfn.analysis._latency import Transfer
+from shardfn.analysis._latency import TransferTime
 from shardfn.analysis.host_transfer import LeafOnHost
 
 HERE = "f32[4,8]{1,0}"
@@ -65,7 +65,7 @@ def test_what_an_instruction_copies(line: str, copied: HostCopy | None) -> None:
 RATES = Rates(
     matmul=lambda _: math.inf,
     memory=128.0,
-    transfer=lambda _: Transfer(0.0, 0.0),
+    transfer=lambda _: TransferTime(0.0, 0.0),
     host=64,
 )
 """A copy of 128 bytes takes two seconds; an addition of two such arrays three."""

@@ -18,7 +18,7 @@ from shardfn.analysis._hlo.live import live_bytes
 from shardfn.analysis._hlo.parse import parse_module
 from shardfn.analysis._hlo.play import play
 from shardfn.analysis._hlo.timeline import Rates
-from shardfn.analysis._latency import Transfer, transfer
+from shardfn.analysis._latency import TransferTime, transfer
 
 GROUPS = "replica_groups={{0,1,2,3,4,5,6,7}}"
 
@@ -211,7 +211,7 @@ def test_fusions_touch_only_what_they_slice(result, inner, size, live) -> None:
 ROUND = Rates(
     matmul=lambda _: 2.0 * 64 * 128 * 32,
     memory=math.inf,
-    transfer=lambda _: Transfer(3.0, 0.0),
+    transfer=lambda _: TransferTime(3.0, 0.0),
 )
 """The dot above takes a second, a transfer three, and memory is free."""
 
@@ -384,7 +384,7 @@ def test_between_few_bytes_and_many_the_fastest_protocol_counts() -> None:
 LATE = Rates(
     matmul=lambda _: 2.0 * 64 * 128 * 32,
     memory=math.inf,
-    transfer=lambda arrays: Transfer(1.0 * len(arrays), 2.0),
+    transfer=lambda arrays: TransferTime(1.0 * len(arrays), 2.0),
     gap=0.5,
 )
 """The dot takes a second and a half, an array one on the links, and is there two

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from shardfn.analysis._hlo.collective import HloCollective
-from shardfn.analysis._latency import Transfer
+from shardfn.analysis._latency import TransferTime
 
 MATMUL, OTHER, WAIT, HOST_WAIT = "matmul", "other", "wait", "host_wait"
 
@@ -30,7 +30,7 @@ class Rates:
 
     matmul: Callable[[str], float]
     memory: float
-    transfer: Callable[[Sequence[HloCollective]], Transfer]
+    transfer: Callable[[Sequence[HloCollective]], TransferTime]
     host: float = math.inf
     gap: float = 0.0
 
