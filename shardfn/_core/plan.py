@@ -245,8 +245,8 @@ class BodyPlan:
       output_shardings: its shardings.
       imports: versions that come in besides the arguments.
       exports: versions that are handed out besides the outputs.
-      on_host: arguments that arrive in the host's memory; the outputs of the same
-        positions leave there.
+      on_host: arguments that arrive in the host's memory.
+      to_host: outputs that leave there.
       host: what is run in place of the steps if there are any.
     """
 
@@ -257,6 +257,7 @@ class BodyPlan:
     imports: tuple[Ref, ...] = ()
     exports: tuple[Ref, ...] = ()
     on_host: frozenset[int] = frozenset()
+    to_host: frozenset[int] = frozenset()
     host: HostSchedule | None = None
 
     @property

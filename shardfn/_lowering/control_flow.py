@@ -153,7 +153,7 @@ class ControlFlow:
             return tuple(out[:n_carry]), tuple(out[n_carry:])
 
         def taken_ahead(ahead: Ahead) -> AheadPart:
-            used = {ref for s in ahead.part.steps for ref in reads(s)}
+            used = {ref for s in ahead.part.run[0] for ref in reads(s)}
             slices = span(body.inputs, region.slices)
             scanned = (*map(Ref, slices), *ahead.part.imports)
             return AheadPart(

@@ -119,7 +119,7 @@ class _Run:
         atom = self.program.outputs[j]
         x = self.read(self.plan.run[1][j], atom)
         weak = getattr(aval_of(self.program, atom), "weak_type", None)
-        if weak is None or j in self.plan.on_host:
+        if weak is None or j in self.plan.to_host:
             return x
         return self.typed(x, self.plan.output_shardings[j], weak)
 
@@ -133,10 +133,14 @@ class _Run:
         for ref, arg in zip(inputs, args, strict=True):
             if arg is not None:
                 self.env[ref] = arg
-        for index, step in enumerate(self.plan.steps):
+        for index, step in enumerate(self.plan.run[0]):
             if isinstance(step, Reshard):
                 self.reshard(index)
                 continue
+            if isinstance(step, Transfer):
+                self.follow(step)
+                continue
+            assert isinstance(step, Apply)
             node = self.program.nodes[step.node]
             if node.kind == "op":
                 self.apply(step, node)

@@ -158,7 +158,8 @@ class _Planner:
             body = split_automatically(
                 program, body, self.facts.auto_inputs, self.facts.auto_outputs
             )
-            body = replace(body, on_host=self.facts.on_host)
+            on_host = self.facts.on_host
+            body = replace(body, on_host=on_host, to_host=on_host)
         observe("propagate", program, body)
         return program, schedule(program, body, control, axes, observe)
 
@@ -181,7 +182,8 @@ def with_host_leaves(
     program: Program, body: BodyPlan, leaves: frozenset[int], axes: Axes
 ) -> BodyPlan:
     """A plan with these arguments in the host's memory, and the copies of them."""
-    return host_transfers(program, replace(body, on_host=leaves, host=None), axes)
+    body = replace(body, on_host=leaves, to_host=leaves, host=None)
+    return host_transfers(program, body, axes)
 
 
 def _without_padding(

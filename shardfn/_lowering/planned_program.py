@@ -67,7 +67,7 @@ class Planned:
         """Runs the step on local blocks, inside `shard_map`."""
         out = emit(self.program, self.body, args, self.axes)
         for j, (leaf, sharding) in enumerate(zip(self.state, self.stored, strict=True)):
-            if j in self.body.on_host:  # their copies have zeros there
+            if j in self.body.to_host:  # their copies have zeros there
                 continue
             with compat.broadcasts_ranks():
                 out[j] = zero_padding(out[j], leaf.aval.shape, sharding, self.axes)

@@ -13,7 +13,16 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from shardfn._core.phases import UPDATE
-from shardfn._core.plan import Apply, BlockLoop, BodyPlan, HostStep, Ref, Step, reads
+from shardfn._core.plan import (
+    Apply,
+    BlockLoop,
+    BodyPlan,
+    HostStep,
+    Ref,
+    Reshard,
+    Step,
+    reads,
+)
 from shardfn._core.program import Program, aval_of
 from shardfn._core.sharding import Sharding, is_unreduced
 
@@ -52,7 +61,7 @@ def clusters_of(
       The clusters, in the order of their last operations. They depend on each other one
       way.
     """
-    found = _Search(program, body, host)
+    found = _Search(program, body, host, _updates(program, body))
     for index, step in enumerate(body.steps):
         found.visit(index, step)
     clusters = found.clusters()
@@ -70,6 +79,7 @@ class _Search:
     """Follows what depends on leaves in the host's memory, step by step.
 
     Attributes:
+      updates: the steps of the update.
       level: per version, how many clusters one after the other it waits for.
       member: per version that a cluster makes, an operation of that cluster.
       joined: per operation, another one of its cluster, as in union-find.
@@ -78,14 +88,17 @@ class _Search:
     program: Program
     body: BodyPlan
     host: Collection[Ref]
+    updates: Collection[int]
     level: dict[Ref, int] = field(default_factory=dict)
     member: dict[Ref, int] = field(default_factory=dict)
     joined: dict[int, int] = field(default_factory=dict)
     readers: dict[tuple[Ref, int], int] = field(default_factory=dict)
 
     def visit(self, index: int, step: Step) -> None:
-        """Finds out what one step belongs to, and what it waits for."""
-        form = form_of(self.program, step)
+        """Finds out what one step belongs to, and what it waits for. Where there is an
+        update, only that goes through leaves: what all later passes wait for, such as
+        the cast of a parameter, would part it from the leaves that it reads first."""
+        form = form_of(self.program, step) if index in self.updates else None
         reached = [r for r in reads(step) if r in self.host or r in self.member]
         if form is None or not reached:
             waits = [self.level.get(r, 0) + (r in self.member) for r in reads(step)]
@@ -120,6 +133,26 @@ class _Search:
             cluster.ops.append(index)
             cluster.made.update(made_by(self.program, step))
         return list(found.values())
+
+
+def _updates(program: Program, body: BodyPlan) -> set[int]:
+    """The steps of the update, and those that only it reads, such as the decay of a
+    moment that the user wrote in front of the gradient; all if there is no update."""
+    if all(node.during.phase != UPDATE for node in program.nodes):
+        return set(range(len(body.steps)))
+    found: set[int] = set()
+    earlier: set[Ref] = set()  # what steps of other passes read
+    for index in reversed(range(len(body.steps))):
+        step = body.steps[index]
+        of = step if isinstance(step, Reshard) else program.nodes[step.node]
+        is_alone = not of.during.is_backward and earlier.isdisjoint(
+            made_by(program, step)
+        )
+        if of.during.phase == UPDATE or is_alone:
+            found.add(index)
+        else:
+            earlier.update(reads(step))
+    return found
 
 
 def _take_in_operands(

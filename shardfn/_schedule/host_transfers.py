@@ -30,6 +30,8 @@ from shardfn._core.plan import (
 from shardfn._core.program import Program
 from shardfn._core.sharding import Axes, Sharding, local_shape, stored_shape
 from shardfn._schedule.host_clusters import Cluster, clusters_of, made_by
+from shardfn._schedule.host_order import Unit, in_order
+from shardfn._schedule.host_scans import scanned
 
 
 def host_transfers(program: Program, body: BodyPlan, axes: Axes) -> BodyPlan:
@@ -43,21 +45,9 @@ def host_transfers(program: Program, body: BodyPlan, axes: Axes) -> BodyPlan:
     Returns:
       The plan; the same where no leaf lives in the host's memory.
     """
-    return _Placement(program, body, axes).placed() if body.on_host else body
-
-
-@dataclass(frozen=True, slots=True)
-class _Unit:
-    """Steps that stay next to each other, what they read from elsewhere, and make."""
-
-    steps: tuple[Step | HostStep, ...]
-    reads: frozenset[Ref]
-    makes: frozenset[Ref]
-
-    def then(self, other: "_Unit") -> "_Unit":
-        """Both, one after the other."""
-        steps, makes = (*self.steps, *other.steps), self.makes | other.makes
-        return _Unit(steps, self.reads | (other.reads - self.makes), makes)
+    if not (body.on_host or body.to_host):
+        return body
+    return _Placement(program, body, axes, body.inputs).placed()
 
 
 @dataclass(slots=True)
@@ -68,6 +58,9 @@ class _Placement:
       program: the step.
       body: its plan.
       axes: the mesh axes.
+      inputs: the shardings of its arguments.
+      in_blocks: whether clusters of pointwise operations may go through leaves in
+        blocks: not in the body of a scan, which takes a slice each time.
       host: the versions that arrive in the host's memory, and their shardings.
       goals: those that leave there, the leaf that each replaces, and their shardings.
       copies: per version and memory, the copy that it has there.
@@ -78,6 +71,8 @@ class _Placement:
     program: Program
     body: BodyPlan
     axes: Axes
+    inputs: tuple[Sharding, ...]
+    in_blocks: bool = True
     host: dict[Ref, Sharding] = field(default_factory=dict)
     goals: dict[Ref, tuple[Ref, Sharding]] = field(default_factory=dict)
     copies: dict[tuple[Ref, str], Ref] = field(default_factory=dict)
@@ -88,8 +83,8 @@ class _Placement:
     def __post_init__(self) -> None:
         program, body = self.program, self.body
         for i in sorted(body.on_host):
-            self.host[Ref(program.inputs[i])] = body.inputs[i]
-        for j in sorted(body.on_host):
+            self.host[Ref(program.inputs[i])] = self.inputs[i]
+        for j in sorted(body.to_host):
             ref = body.outputs[j]
             if ref is not None and ref not in self.host:
                 old = Ref(program.inputs[j])
@@ -98,16 +93,18 @@ class _Placement:
             self.maker.update((ref, index) for ref in made_by(program, step))
             for ref in reads(step):
                 self.readers.setdefault(ref, []).append(index)
-        top = max((ref.version for ref in self.maker), default=0)
+        known = (*self.maker, *body.imports)
+        top = max((ref.version for ref in known), default=0)
         self.versions = itertools.count(top + 1)
 
     def placed(self) -> BodyPlan:
         """The plan with the copies."""
         body = self.body
-        clusters = clusters_of(self.program, body, self.host)
+        host = self.host if self.in_blocks else ()
+        clusters = clusters_of(self.program, body, host)
         last = {cluster.ops[-1]: cluster for cluster in clusters}
         inside = {index for cluster in clusters for index in cluster.ops}
-        units: list[_Unit] = []
+        units: list[Unit] = []
         for index, step in enumerate(body.steps):
             if index in last:
                 units.append(self.of_cluster(last[index]))
@@ -120,33 +117,51 @@ class _Placement:
         outputs = tuple(self.output(j, units) for j in range(len(body.outputs)))
         known = {*map(Ref, self.program.inputs), *body.imports}
         known |= {Ref(value) for value, _ in self.program.constants}
-        steps = tuple(_in_order(units, known))
+        steps = tuple(in_order(units, known))
         return replace(body, host=HostSchedule(steps, outputs))
 
-    def output(self, j: int, units: list[_Unit]) -> Ref | None:
+    def output(self, j: int, units: list[Unit]) -> Ref | None:
         """What output `j` hands out: a copy, if it is in the other memory."""
-        ref, memory = self.body.outputs[j], HOST if j in self.body.on_host else DEVICE
+        ref, memory = self.body.outputs[j], HOST if j in self.body.to_host else DEVICE
         if ref is None or (ref in self.host) == (memory == HOST):
             return ref
         if (ref, memory) not in self.copies:
             units.append(self.unit([self.copy(ref, memory)]))
         return self.copies[ref, memory]
 
-    def of_step(self, step: Step) -> _Unit:
+    def of_step(self, step: Step) -> Unit:
         """A step that needs whole leaves, behind the copies that it is the first to
-        need."""
+        need. A scan needs slices of what it goes through."""
+        sliced = scanned(self.program, step, self.host)
         copies: list[Step | HostStep] = [
             self.copy(ref, DEVICE)
             for ref in dict.fromkeys(reads(step))
-            if ref in self.host and (ref, DEVICE) not in self.copies
+            if ref in self.host.keys() - sliced and (ref, DEVICE) not in self.copies
         ]
-        here = reading(step, lambda ref: self.copies.get((ref, DEVICE), ref))
+        whole = {ref: copy for (ref, to), copy in self.copies.items() if to == DEVICE}
+        here = reading(step, lambda r: r if r in sliced else whole.get(r, r))
+        if isinstance(here, Apply) and self.program.nodes[here.node].kind == "scan":
+            here = self.in_slices(here, sliced) if sliced else here
         return self.unit([*copies, here])
 
-    def unit(self, steps: Sequence[Step | HostStep]) -> _Unit:
+    def in_slices(self, step: Apply, sliced: frozenset[Ref]) -> Apply:
+        """A scan whose body copies the slices of leaves that it gets."""
+        node, (body,) = self.program.nodes[step.node], step.bodies
+        (region,), (inner,) = node.regions, node.bodies
+        of = region.entering(step.operands)
+        given = frozenset(a for a in region.slices if of[a] in sliced)
+
+        def placed(plan: BodyPlan) -> BodyPlan:
+            plan = replace(plan, on_host=given)
+            return _Placement(inner, plan, self.axes, body.inputs, False).placed()
+
+        ahead = tuple(replace(each, part=placed(each.part)) for each in step.ahead)
+        return replace(step, bodies=(placed(body),), ahead=ahead)
+
+    def unit(self, steps: Sequence[Step | HostStep]) -> Unit:
         makes = frozenset(r for s in steps for r in made_by(self.program, s))
         read = frozenset(r for s in steps for r in reads(s))
-        return _Unit(tuple(steps), read - makes, makes)
+        return Unit(tuple(steps), read - makes, makes)
 
     def copy(self, ref: Ref, memory: str) -> Transfer:
         """The copy of a whole version, to be used by all that need it."""
@@ -186,7 +201,7 @@ class _Placement:
 
     # Clusters
 
-    def of_cluster(self, cluster: Cluster) -> _Unit:
+    def of_cluster(self, cluster: Cluster) -> Unit:
         """A cluster: a loop over blocks, or its steps on whole leaves."""
         shape, sharding = cluster.form
         local = local_shape(shape, sharding, self.axes)
@@ -232,8 +247,11 @@ class _Placement:
     def steps_of(self, cluster: Cluster, after: Ref | None) -> list[Apply | Transfer]:
         """The steps of a cluster, between the copies that it needs and those that it
         makes."""
+        last = self.body.steps[cluster.ops[-1]]
+        assert isinstance(last, Apply)
+        during = self.program.nodes[last.node].during
         steps: list[Apply | Transfer] = [
-            self.transfer(ref, DEVICE, after)
+            replace(self.transfer(ref, DEVICE, after), during=during)
             for ref in cluster.read
             if ref in self.host
         ]
@@ -256,13 +274,14 @@ class _Placement:
         old ones, others over what nothing reads later, leaves of the state first. What
         has a place of its own is as large as a leaf, and the old one is there, too."""
         inputs, ops = set(map(Ref, self.program.inputs)), set(cluster.ops)
+        avals = self.program.avals
         replaces = {
             ref: Ref(self.program.inputs[j])
             for j, ref in enumerate(self.body.outputs[: len(inputs)])
-            if ref is not None and j not in self.body.on_host
+            if ref is not None and j not in self.body.to_host
         }
         outputs = {
-            ref for j, ref in enumerate(self.body.outputs) if j not in self.body.on_host
+            ref for j, ref in enumerate(self.body.outputs) if j not in self.body.to_host
         }
         outputs |= {ref for ref in self.body.outputs if ref not in self.goals}
 
@@ -282,7 +301,8 @@ class _Placement:
                 if ref in self.goals:
                     yield self.copies[ref, HOST], self.goals[ref][0]
                 if is_read(ref):
-                    alike = [r for r in free if self.same_dtype(r, ref)]
+                    dtype = avals[ref.value].dtype
+                    alike = [r for r in free if avals[r.value].dtype == dtype]
                     own = [r for r in alike if r == replaces.get(ref)]
                     place = next(iter([*own, *alike]), None)
                     free = [r for r in free if r != place]
@@ -298,20 +318,3 @@ class _Placement:
 
     def is_large(self, ref: Ref, cluster: Cluster) -> bool:
         return self.program.avals[ref.value].shape == cluster.form[0]
-
-    def same_dtype(self, ref: Ref, other: Ref) -> bool:
-        avals = self.program.avals
-        return avals[ref.value].dtype == avals[other.value].dtype
-
-
-def _in_order(units: Sequence[_Unit], known: set[Ref]) -> Iterator[Step | HostStep]:
-    """The steps, each unit where it stands or, if it needs what a later one makes,
-    behind that."""
-    waiting: list[_Unit] = []
-    for unit in units:
-        waiting.append(unit)
-        while ready := next((each for each in waiting if each.reads <= known), None):
-            waiting.remove(ready)
-            known |= ready.makes
-            yield from ready.steps
-    assert not waiting, f"steps that wait for each other: {waiting}"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from shardfn._core.automatic_axes import part_shape
 from shardfn._core.leaves import Leaf, leaf_name, names_text
 from shardfn._core.memories import DEVICE, HOST
-from shardfn._core.plan import BlockLoop, BodyPlan, Transfer
+from shardfn._core.plan import Apply, BlockLoop, BodyPlan, Transfer
 from shardfn._core.sharding import Axes, Sharding, local_shape
 from shardfn.analysis._text import join_columns, shape_text, size_text
 
@@ -27,7 +27,8 @@ class HostTransfer:
       dtype: name of the dtype.
       bytes: that one device copies per step.
       blocks: in how many parts; 1 if the device holds all of it at once.
-      dim: the dimension that is cut into parts.
+      dim: the dimension that is cut into parts; -1 if a scan goes through slices of
+        it, one in each iteration.
       path: the state leaf that it is for.
     """
 
@@ -45,11 +46,21 @@ class HostTransfer:
         """Bytes that the device holds of it at once."""
         return self.bytes // self.blocks
 
+    @property
+    def parts(self) -> str:
+        """`one piece`, `4 blocks` or, of a scan, `24 slices`."""
+        if self.blocks == 1:
+            return "one piece"
+        return f"{self.blocks} {'slices' if self.dim < 0 else 'blocks'}"
+
     def __str__(self) -> str:
         where = "to the host" if self.memory == HOST else "from the host"
         text = f"{self.phase} copy {where}: {size_text(self.bytes)} per device"
         if self.blocks == 1:
             return f"{text}, in one piece"
+        if self.dim < 0:
+            size = size_text(self.block_bytes)
+            return f"{text}, in {self.blocks} slices of a scan, each of {size}"
         return (
             f"{text}, in {self.blocks} blocks of dimension {self.dim}, each of "
             f"{size_text(self.block_bytes)} (limits.HOST_BLOCK_BYTES)"
@@ -74,13 +85,26 @@ def host_transfers(
 ) -> Iterator[HostTransfer]:
     """The copies of a plan, in its order."""
     autos = {leaf_name(leaf.path): leaf.auto or () for leaf in state}
+    for step, blocks, dim in _copies(body):
+        yield _described(step, blocks, dim, autos, axes)
+
+
+def _copies(body: BodyPlan) -> Iterator[tuple[Transfer, int, int]]:
+    """The copies of a plan, of whole values or of parts: how many parts, and along
+    which dimension; -1 where that is the one that a scan goes through."""
     for step in body.host.steps if body.host is not None else ():
         if isinstance(step, Transfer):
-            yield _described(step, 1, 0, autos, axes)
+            yield step, 1, 0
         elif isinstance(step, BlockLoop):
             for inner in step.steps:
                 if isinstance(inner, Transfer):
-                    yield _described(inner, step.blocks, step.dim, autos, axes)
+                    yield inner, step.blocks, step.dim
+        elif isinstance(step, Apply):
+            times = step.times or 1
+            each = [(inner, times) for inner in step.bodies]
+            each += [(ahead.part, times + ahead.lead) for ahead in step.ahead]
+            for inner, runs in each:
+                yield from ((copy, runs, -1) for copy, _, _ in _copies(inner))
 
 
 def _described(
@@ -88,12 +112,13 @@ def _described(
 ) -> HostTransfer:
     auto = next((autos[name] for name in step.leaf if name in autos), ())
     local = part_shape(local_shape(step.shape, step.sharding, axes), auto)
+    slices = blocks if dim < 0 else 1
     return HostTransfer(
         memory=step.memory,
         phase=step.during.phase,
-        shape=step.shape,
+        shape=step.shape if dim >= 0 else (blocks, *step.shape),
         dtype=step.dtype,
-        bytes=math.prod(local) * step.itemsize,
+        bytes=math.prod(local) * step.itemsize * slices,
         blocks=blocks,
         dim=dim,
         path=names_text(step.leaf),
@@ -131,7 +156,7 @@ def host_table(transfers: Sequence[HostTransfer]) -> str:
             t.memory,
             shape_text(t.shape),
             t.dtype,
-            "one piece" if t.blocks == 1 else f"{t.blocks} blocks",
+            t.parts,
             size_text(t.bytes),
             t.path,
         ]

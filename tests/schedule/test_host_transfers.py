@@ -191,6 +191,74 @@ def test_new_leaves_are_written_over_the_old_ones(pattern: str) -> None:
     assert all(old is not None for loop in loops for old in loop.into)
 
 
+def test_parameters_on_the_host_part_no_update() -> None:
+    """What the forward pass makes of them is made before all gradients; the update of a
+    leaf is one loop all the same."""
+
+    def train(state: Any, x: jax.Array) -> Any:
+        def loss(w: jax.Array) -> jax.Array:
+            return jnp.mean((x @ jnp.tanh(w)) ** 2)
+
+        m = 0.5 * state["m"] + jax.grad(loss)(state["w"])
+        return {"w": state["w"] - m, "m": m}
+
+    state = {k: jax.ShapeDtypeStruct((256, 16), jnp.float32) for k in ("w", "m")}
+    step = shardfn.fully_shard(train, cpu_mesh(8), min_size=16, offload="host")
+    plan = step.plan(state, jax.ShapeDtypeStruct((64, 256), jnp.float32))
+    assert plan.body.host is not None
+    loops = [s for s in plan.body.host.steps if isinstance(s, BlockLoop)]
+    assert len(loops) == 1 and len(loops[0].made) == 2
+
+
+def layered_loss(params: Any, x: jax.Array, remat: bool) -> jax.Array:
+    def layer(h: jax.Array, w: Any) -> Any:
+        return jnp.tanh(h @ w["in"]) @ w["out"], None
+
+    body = jax.checkpoint(layer, prevent_cse=False) if remat else layer
+    h, _ = jax.lax.scan(body, x, params["layers"])
+    return jnp.mean((h @ params["head"]) ** 2)
+
+
+@pytest.mark.parametrize(
+    "remat, prefetch",
+    [(True, 0), (True, 1), pytest.param(False, 1, marks=rarely)],
+)
+def test_scans_take_parameters_layer_by_layer(remat: bool, prefetch: int) -> None:
+    def train(params: Any, x: jax.Array) -> Any:
+        loss, grads = jax.value_and_grad(layered_loss)(params, x, remat)
+        return jax.tree.map(lambda w, g: w - 0.5 * g, params, grads), loss
+
+    k = jax.random.split(jax.random.key(0), 4)
+    state = {
+        "layers": {
+            "in": jax.random.normal(k[0], (4, 16, 32)),
+            "out": jax.random.normal(k[1], (4, 32, 16)),
+        },
+        "head": jax.random.normal(k[2], (16, 8)),
+    }
+    x, options = (
+        jax.random.normal(k[3], (32, 16)),
+        {"min_size": 16, "prefetch": prefetch},
+    )
+    options |= {"stationary": False}
+    plain = shardfn.fully_shard(train, cpu_mesh(8), **options)
+    step = shardfn.fully_shard(
+        train, cpu_mesh(8), offload="host", verify="error", **options
+    )
+    expected, given = plain.shard(state), step.shard(state)
+    for _ in range(2):
+        expected, _ = plain(expected, x)
+        given, _ = step(given, x)
+    assert_same(plain.unshard(expected), step.unshard(given), "layers", tol=2e-6)
+    copies = [t for t in step.plan(given, x).transfers if t.path == "layers/in"]
+    found = {(t.phase, t.memory, t.parts) for t in copies}
+    slices = f"{4 + prefetch} slices"  # the last layer's come again, as its gathers do
+    passes = {("forward", "device", slices), ("backward", "device", slices)}
+    assert found == passes | {("update", to, "4 blocks") for to in ("device", "host")}
+    assert {t.block_bytes for t in copies} == {16 * 32 * 4 // 8}
+    assert f"in {slices} of a scan, each of 256 B" in str(copies[0])
+
+
 def test_what_waits_for_a_norm_is_read_again() -> None:
     """LAMB takes the norm of its update: what that is made of comes once, and the
     moments do not come again for what follows."""
