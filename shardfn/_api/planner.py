@@ -16,10 +16,12 @@ from shardfn._core.automatic_axes import auto_names
 from shardfn._core.control import Control
 from shardfn._core.leaves import Leaf, leaf_name
 from shardfn._core.memories import HOST
+from shardfn._core.option_values import StoredAxis
 from shardfn._core.program import Program
 from shardfn._core.sharding import Axes, Sharding
+from shardfn._lowering.choose_dimensions import choose_dimensions
 from shardfn._lowering.interpreter import emit
-from shardfn._lowering.plan_jaxpr import StepFacts, plan_jaxpr
+from shardfn._lowering.plan_jaxpr import Planner, StepFacts, plan_jaxpr
 from shardfn._lowering.planned_program import Planned
 from shardfn._trace.leaf_names import name_leaves
 from shardfn._trace.passes import argument
@@ -81,26 +83,15 @@ def plan_traced(
         )
         return fold_transposes(program)
 
-    inputs, others = (*stored, *batch), len(traced.order) - len(stored)
-    required: list[Sharding | None] = [*stored, *[None] * others]
-    for j, i in traced.caches:
-        required[j] = inputs[i]
-    autos = [leaf.auto or () for leaf in state]
+    inputs = (*stored, *batch)
     made = plan_jaxpr(
         traced.jaxpr,
         inputs,
-        required,
+        _required(traced, stored, inputs),
         axes,
         small=min_size,
         control=control,
-        facts=StepFacts(
-            arguments,
-            arrange,
-            [*autos, *[()] * len(batch)],
-            [*autos, *[()] * others],
-            traced.program,
-            frozenset(i for i, leaf in enumerate(state) if leaf.memory == HOST),
-        ),
+        facts=_facts(traced, state, arguments, arrange),
         observe=dumping(axes),
     )
     unused = _unused_axes(made.program, state, axes)
@@ -123,6 +114,65 @@ def plan_traced(
         min_size,
         made.stationary,
     )
+
+
+def _required(
+    traced: TracedStep, stored: Sequence[Sharding], inputs: Sequence[Sharding]
+) -> list[Sharding | None]:
+    """The shardings that results must have: those of the state and of caches."""
+    others = len(traced.order) - len(stored)
+    required: list[Sharding | None] = [*stored, *[None] * others]
+    for j, i in traced.caches:
+        required[j] = inputs[i]
+    return required
+
+
+def _facts(
+    traced: TracedStep,
+    state: Sequence[Leaf],
+    arguments: Sequence[Any],
+    arrange: Callable[[Program], Program],
+) -> StepFacts:
+    autos = [leaf.auto or () for leaf in state]
+    return StepFacts(
+        arguments,
+        arrange,
+        [*autos, *[()] * (len(traced.given) - len(state))],
+        [*autos, *[()] * (len(traced.order) - len(state))],
+        traced.program,
+        frozenset(i for i, leaf in enumerate(state) if leaf.memory == HOST),
+    )
+
+
+def dimensions_of(planned: Planned) -> dict[str, dict[str, int]]:
+    """The dimensions on which leaves are best stored, by their use in a planned step.
+
+    Args:
+      planned: the step, its state stored as it is now.
+
+    Returns:
+      By name, the mesh axis and the dimension of each leaf that is best moved.
+    """
+    axes, traced, stored = planned.axes, planned.traced, planned.stored
+    batch = planned.body.inputs[len(stored) :]
+    planner = Planner(
+        planned.program,
+        (*stored, *batch),
+        _required(traced, stored, (*stored, *batch)),
+        axes,
+        planned.min_size,
+        planned.control.on(axes),
+        _facts(traced, planned.state, (), lambda program: program),
+    )
+    names = [leaf_name(leaf.path) for leaf in planned.state]
+    fixed = frozenset(n for n in names if _is_asked(planned.control.of(n).shard))
+    found = choose_dimensions(planner, fixed)
+    return {name: {axes.names[axes.stored]: dim} for name, dim in found.items()}
+
+
+def _is_asked(shard: tuple[StoredAxis, ...] | None) -> bool:
+    """Whether `shard` asks for the dimension of a leaf."""
+    return any(not isinstance(entry, str) for entry in shard or ())
 
 
 def _nothing_sharded(

@@ -81,6 +81,10 @@ STATIONARY_GROUPS = 8
 """Groups of alike leaves of which each is tried gathered while the others stay, the
 largest first: each trial plans the step once more."""
 
+DIMENSION_SWEEPS = 3
+"""How often the search for dimensions goes through the groups of leaves at most: what
+one is best stored on depends on the others. A decoded Llama's took two."""
+
 JOINED_BYTES = 2**22
 """Bytes of what meets stationary leaves up to which moves of the same kind are one
 collective: at 450 GB/s, one way of an H100's links, they take ten microseconds, about

@@ -179,7 +179,7 @@ def choose_stationary(
 
     whole = False
     if asked:
-        made, whole = _with_sums(asked | updated(asked), axes, plan)
+        made, whole = with_sums(asked | updated(asked), axes, plan)
     groups, most = _alike(uses_of(*made, axes), may_stay)
     met = (still & may_stay).intersection(leaves_met(*made))
     none = StationaryChoice(asked, others=updated(asked), whole=whole)
@@ -209,7 +209,7 @@ def choose_stationary(
         named = trial | asked
         tried = plan(named | updated(named), whole)
         if trial == considered:
-            tried, whole = _with_sums(named | updated(named), axes, plan, tried)
+            tried, whole = with_sums(named | updated(named), axes, plan, tried)
         sends = sent(*tried, axes)
         seen = min(seen or sends, sends, key=lambda each: each.price)
         if sends.price >= least.price:
@@ -227,14 +227,14 @@ def choose_stationary(
     stays |= asked
     others = updated(stays)
     if not sums:
-        best, sums = _with_sums(stays | others, axes, plan, best)
+        best, sums = with_sums(stays | others, axes, plan, best)
         least = sent(*best, axes)
     return best, StationaryChoice(
         stays, considered - stays, gathering, least, others, whole=sums
     )
 
 
-def _with_sums(
+def with_sums(
     stays: frozenset[str], axes: Axes, plan: Trial, made: Made | None = None
 ) -> tuple[Made, bool]:
     """The plan with these leaves staying, and whether small sums behind them are

@@ -16,6 +16,7 @@ from shardfn._core.program import Program, aval_of
 from shardfn._core.sharding import Axes, Sharding, stored_shape
 from shardfn._core.stages import Observer, unobserved
 from shardfn._lowering.choose_stationary import StationaryChoice, choose_stationary
+from shardfn._lowering.sent_bytes import Made
 from shardfn._propagation.automatic_axes import split_automatically
 from shardfn._propagation.propagate import propagate
 from shardfn._propagation.stationary import can_stay, stationary
@@ -98,21 +99,18 @@ def plan_jaxpr(
         program = make_program(jaxpr)
     free = [None] * (len(program.outputs) - len(required))
     fixed = [*required, *free]
-    planner = _Planner(program, inputs, fixed, axes, small, control, facts)
-    made = planner.plan(frozenset())
-    choice = StationaryChoice()
-    if facts is not None:
-        made, choice = choose_stationary(
-            made, planner.asked(True), planner.asked("auto"), axes, planner.plan
-        )
-        choice = replace(choice, unable=planner.asked(True, able=False))
+    planner = Planner(program, inputs, fixed, axes, small, control, facts)
+    if facts is None:
+        made, choice = planner.plan(frozenset()), StationaryChoice()
+    else:
+        made, choice = planner.choose()
     if observe is not unobserved:
         made = planner.plan(choice.all, choice.whole, observe)
     return PlannedJaxpr(*made, choice)
 
 
 @dataclass(frozen=True, slots=True)
-class _Planner:
+class Planner:
     """Plans one program with some leaves of its state stationary; arguments as of
     `plan_jaxpr`."""
 
@@ -123,6 +121,12 @@ class _Planner:
     small: int
     control: Control
     facts: StepFacts | None
+
+    def choose(self) -> tuple[Made, StationaryChoice]:
+        """The plan that sends least, of those with leaves staying that may."""
+        made, asked, may = self.plan(frozenset()), self.asked(True), self.asked("auto")
+        made, choice = choose_stationary(made, asked, may, self.axes, self.plan)
+        return made, replace(choice, unable=self.asked(True, able=False))
 
     def asked(self, stationary: Stationary, able: bool = True) -> frozenset[str]:
         """The names of the stored leaves of which `stationary` is asked, of those that

@@ -8,16 +8,16 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from shardfn._core.leaves import Names
-from shardfn._core.limits import JOINED_BYTES, LATENCY_BYTES
+from shardfn._core.limits import JOINED_BYTES, LATENCY_BYTES, STATIONARY_PART
 from shardfn._core.moves import ReduceScatter
 from shardfn._core.phases import UPDATE
 from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, communicating_moves
-from shardfn._core.program import Node, Program, aval_of, last_pass
+from shardfn._core.program import Program, aval_of, last_pass
 from shardfn._core.sharding import Axes, Sharding, Split
 from shardfn._core.sizes import elements, nbytes
+from shardfn._lowering.leaf_chains import ValueDim, between_leaves
 
 Made = tuple[Program, BodyPlan]
 """A program and its plan, scheduled."""
@@ -49,12 +49,14 @@ class Use:
       leaf: its names.
       gathered: bytes of the leaf.
       moved: bytes that are moved instead if the leaf stays.
+      least: those of the smallest values that meet it.
       times: how often.
     """
 
     leaf: Names
     gathered: int
     moved: float
+    least: float
     times: int
 
 
@@ -67,7 +69,7 @@ def uses_of(
         for step in body.steps
         if isinstance(step, Reshard) and step.gathers_state
     }
-    moved: dict[Ref, float] = {}
+    read: list[tuple[Ref, int, int]] = []
     for step in body.steps:
         if not isinstance(step, Apply):
             continue
@@ -75,14 +77,38 @@ def uses_of(
         inner = times * (step.times or 1)
         for bodies in zip(node.bodies, step.bodies, strict=True):
             yield from uses_of(*bodies, axes, inner)
-        for i, ref in enumerate(step.operands):
-            if ref in gathers and not step.bodies:
-                size = _moved_instead(program, node, i, gathers[ref].path[0], axes)
-                moved[ref] = moved.get(ref, 0) + size
+        operands = enumerate(() if step.bodies else step.operands)
+        read += [(ref, step.node, i) for i, ref in operands if ref in gathers]
+    met = [
+        _meet(program, ref, k, i, gathers[ref].path[0], axes)
+        for ref, k, i in read
+        if ref is not None
+    ]
+    moved = _moved_by(program, met)
+    least: dict[Ref, float] = {}
+    for m in met:
+        least[m.leaf] = least.get(m.leaf, 0) + m.least
     for ref, step in gathers.items():
         size = nbytes(program.avals[ref.value])
         leaf = program.leaf(step.source.value)
-        yield Use(leaf, size, moved.get(ref, size), times)
+        yield Use(leaf, size, moved.get(ref, size), least.get(ref, size), times)
+
+
+def _moved_by(program: Program, met: Sequence["_Meet"]) -> dict[Ref, float]:
+    """Bytes that are moved instead of each gathered leaf if it stays: what two such
+    leaves have between them stays, too, if that makes less than half of a leaf."""
+    chains: frozenset[ValueDim] = frozenset()
+    if any(m.lacking <= STATIONARY_PART * m.size < m.lacking + m.having for m in met):
+        factors: dict[int, list[str]] = {}
+        for m in met:
+            if m.factor is not None:
+                factors.setdefault(m.node, []).append(m.factor)
+        chains = between_leaves(program, factors)
+    moved: dict[Ref, float] = {}
+    for m in met:
+        parts = sum(size for place, size in m.places if place not in chains)
+        moved[m.leaf] = moved.get(m.leaf, 0) + m.lacking + parts
+    return moved
 
 
 def leaves_met(program: Program, body: BodyPlan) -> Iterator[str]:
@@ -134,26 +160,57 @@ def _met_elementwise(program: Program) -> Iterator[set[str]]:
         yield set(itertools.chain(*names))
 
 
-def _moved_instead(
-    program: Program, node: Node, i: int, stored: Sharding, axes: Axes
-) -> float:
-    """Bytes that an op moves if operand `i` stays as it is stored: what has the factor
-    that is split is exchanged, what lacks it is gathered or summed."""
+@dataclass(frozen=True, slots=True)
+class _Meet:
+    """An op that reads a gathered leaf, as if the leaf stayed.
+
+    Attributes:
+      leaf: the leaf as it is gathered.
+      node: number of the op.
+      size: bytes of the leaf.
+      factor: what would be split; None if the op cannot split that.
+      lacking: bytes of what has to be gathered or summed: it lacks the factor.
+      places: of what has it, where, and the bytes that are exchanged.
+      least: bytes of the smallest value that it reads or makes.
+    """
+
+    leaf: Ref
+    node: int
+    size: int
+    factor: str | None
+    lacking: float
+    places: tuple[tuple[ValueDim, float], ...]
+    least: int
+
+    @property
+    def having(self) -> float:
+        return sum(size for _, size in self.places)
+
+
+def _meet(
+    program: Program, leaf: Ref, k: int, i: int, stored: Sharding, axes: Axes
+) -> _Meet:
+    """Op `k`, whose operand `i` is a leaf."""
+    node = program.nodes[k]
     others = [j for j, a in enumerate(node.inputs) if j != i and isinstance(a, int)]
     atoms = [*(node.inputs[j] for j in others), *node.outputs]
     sizes = [nbytes(aval_of(program, atom)) for atom in atoms]
-    rule = node.rule
+    rule, size = node.rule, nbytes(aval_of(program, node.inputs[i]))
     if rule is None:  # it takes the leaf whole, too
-        return sum(sizes) + nbytes(aval_of(program, node.inputs[i]))
+        return _Meet(leaf, k, size, None, sum(sizes) + size, (), size)
     axis, split = next((a, s) for a, s in enumerate(stored) if isinstance(s, Split))
     factor = None if split.dim < 0 else rule.major(rule.operands[i], split.dim)
-
-    def part(dims: Any) -> float:
-        has = factor is not None and rule.dim_of(dims, factor) is not None
-        return 1 / axes.sizes[axis] if has else 1
-
+    lacking, places = 0.0, []
     each = [*(rule.operands[j] for j in others), *rule.results]
-    return sum(size * part(dims) for size, dims in zip(sizes, each, strict=True))
+    for atom, dims, moves in zip(atoms, each, sizes, strict=True):
+        dim = None if factor is None else rule.dim_of(dims, factor)
+        if dim is None or not isinstance(atom, int):
+            lacking += moves
+        else:
+            places.append(((atom, dim), moves / axes.sizes[axis]))
+    mixes = others and not rule.flat  # not a bias, nor its broadcast
+    factor = factor if mixes else None
+    return _Meet(leaf, k, size, factor, lacking, tuple(places), min(sizes))
 
 
 def exchanged_bytes(program: Program, body: BodyPlan, axes: Axes) -> int:

@@ -394,6 +394,45 @@ def test_what_sends_less_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
         assert chosen <= min(gathered, stays), name
 
 
+@pytest.mark.parametrize("between", [True, False])
+def test_two_leaves_are_tried_together(
+    between: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is between the two of an MLP stays, too, and is larger than either; if it
+    goes elsewhere, neither is tried."""
+    for name in ("BYTES", "SHARE"):
+        at = f"shardfn._lowering.choose_stationary.STATIONARY_{name}"
+        monkeypatch.setattr(at, 0)
+    monkeypatch.setattr("shardfn._lowering.sent_bytes.LATENCY_BYTES", 0)
+
+    def train_step(p: Any, x: jax.Array) -> Any:
+        def loss_fn(p: Any) -> jax.Array:
+            hidden = jnp.tanh(x @ p["up"])
+            hidden = hidden if between else jnp.cumsum(hidden, 1)
+            return ((hidden @ p["down"]) ** 2).sum()
+
+        loss, grads = jax.value_and_grad(loss_fn)(p)
+        return jax.tree.map(lambda w, g: w - 0.01 * g, p, grads), loss
+
+    rows, width, inner = 96, 16, 256
+    rng = np.random.default_rng(0)
+    shapes = {"up": (width, inner), "down": (inner, width)}
+    plain = {
+        k: jnp.asarray(rng.normal(size=s) / 9, jnp.float32) for k, s in shapes.items()
+    }
+    x = jnp.asarray(rng.normal(size=(rows, width)), jnp.float32)
+    dims = {"up": {"data": 1}, "down": {"data": 0}}
+    step = shardfn.fully_shard(train_step, cpu_mesh(8), min_size=D, shard=dims)
+    state = step.shard(plain)
+    plan = step.plan(state, x)
+    assert any(n.startswith("stationary, so") for n in plan.notes) == between
+    expected, plain_loss = jax.jit(train_step)(plain, x)
+    state, loss = step(state, x)
+    assert_same(plain_loss, loss, "loss", tol=1e-4)
+    assert_same(expected, step.unshard(state), "state", tol=1e-4)
+    assert all(c.elements <= rows * width for c in plan.collectives) or not between
+
+
 def test_little_is_not_worth_it() -> None:
     plan = sends("columns", stationary="auto")
     assert sends("columns", stationary=False).collectives == plan.collectives

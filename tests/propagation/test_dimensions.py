@@ -1,0 +1,103 @@
+"""In: steps whose leaves stay, stored as their shapes alone say. Out: the dimensions on
+which the leaves are best stored, with which less is sent and the same computed.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from plan_helpers import cpu_mesh
+
+import shardfn
+from shardfn.testing import assert_same
+
+ROWS, D, F, HEADS, VOCAB = 8, 64, 256, 8, 512
+
+
+@pytest.fixture(autouse=True)
+def every_saving_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("choose_stationary", "choose_dimensions"):
+        at = f"shardfn._lowering.{module}.STATIONARY_BYTES"
+        monkeypatch.setattr(at, 0)
+    monkeypatch.setattr("shardfn._lowering.sent_bytes.LATENCY_BYTES", 64)
+
+
+def model(p: Any, ids: jax.Array) -> jax.Array:
+    x = p["table"][ids]
+    q, k, v = (jnp.einsum("bd,dhk->bhk", x, p[n]) for n in "qkv")
+    mixed = jax.nn.softmax((q * k).sum(-1, keepdims=True)) * v
+    x = x + jnp.einsum("bhk,hkd->bd", mixed, p["o"])
+    return x + jnp.tanh(x @ p["up"]) @ p["down"]
+
+
+SHAPES = {n: (D, HEADS, 16) for n in "qkv"} | {
+    "o": (HEADS, 16, D),
+    "up": (D, F),
+    "down": (F, D),
+    "table": (VOCAB, D),
+}
+
+
+def training() -> tuple[Any, Any, jax.Array]:
+    rng = np.random.default_rng(0)
+    params = {
+        k: jnp.asarray(rng.normal(size=s) / 9, jnp.float32) for k, s in SHAPES.items()
+    }
+    tx = optax.sgd(0.1, momentum=0.9)
+
+    def train_step(state: Any, ids: jax.Array) -> Any:
+        params, opt = state
+        loss, grads = jax.value_and_grad(lambda p: (model(p, ids) ** 2).mean())(params)
+        updates, opt = tx.update(grads, opt, params)
+        return (optax.apply_updates(params, updates), opt), loss
+
+    ids = jnp.asarray(rng.integers(0, VOCAB, ROWS), jnp.int32)
+    return train_step, (params, tx.init(params)), ids
+
+
+def test_leaves_are_stored_as_they_are_used() -> None:
+    """Heads, hidden units and features, as Megatron splits them; moments as their
+    parameters are, and leaves that are best stored as they are, not at all."""
+    train_step, plain, ids = training()
+    mesh = cpu_mesh(8)
+    by_shape = shardfn.fully_shard(train_step, mesh, min_size=D)
+    abstract = jax.eval_shape(lambda: plain)
+    dims = by_shape.best_dimensions(abstract, ids)
+    found = {k.removeprefix("0/"): v["data"] for k, v in dims.items() if k[0] == "0"}
+    assert found == {"q": 1, "k": 1, "v": 1, "up": 1, "table": 1}
+    moments = {k.split("/")[-1]: v["data"] for k, v in dims.items() if k[0] == "1"}
+    assert moments == found
+    assert by_shape.best_dimensions(by_shape.shard(plain), ids) == dims
+    step = shardfn.fully_shard(train_step, mesh, min_size=D, shard=dims)
+    state = step.init(lambda: plain)
+    plan = step.plan(state, ids)
+    assert 3 * plan.wire_bytes < by_shape.plan(abstract, ids).wire_bytes
+    assert step.best_dimensions(state, ids) == {}
+    run = jax.jit(train_step)
+    for _ in range(2):
+        plain, loss = run(plain, ids)
+        state, sharded_loss = step(state, ids)
+        assert_same(loss, sharded_loss, "loss", tol=1e-4)
+        assert_same(plain, step.unshard(state), "state", tol=1e-4)
+
+
+def test_what_is_asked_for_is_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardfn._lowering.choose_dimensions.STATIONARY_SHARE", 0.05)
+    train_step, plain, ids = training()
+    step = shardfn.fully_shard(
+        train_step, cpu_mesh(8), min_size=D, shard={"*up": {"data": 0}}
+    )
+    dims = step.best_dimensions(jax.eval_shape(lambda: plain), ids)
+    found = {k.split("/")[-1] for k in dims}
+    assert {"q", "k", "v"} <= found and "up" not in found
+
+
+def test_leaves_that_are_gathered_are_stored_as_they_are() -> None:
+    """With so many rows weights move, and no dimension is better than another."""
+    train_step, plain, _ = training()
+    ids = jax.ShapeDtypeStruct((64 * F,), jnp.int32)
+    step = shardfn.fully_shard(train_step, cpu_mesh(8), min_size=D)
+    assert step.best_dimensions(jax.eval_shape(lambda: plain), ids) == {}
