@@ -176,8 +176,6 @@ class ShardedStep(ReportMethods, Generic[P, R]):
             known = None
         return ready.hand_back(out, self.storage, flat_batch, stored)
 
-    # Inside
-
     def as_pure(
         self, args: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple["ShardedStep[..., Any]", tuple[Any, ...], dict[str, Any]]:
@@ -211,10 +209,10 @@ class ShardedStep(ReportMethods, Generic[P, R]):
 
     def _like(self, step: Any, *states: int) -> "ShardedStep[..., Any]":
         """Another step with these options; `states` are the positions of its state."""
-        plain, of = self.plain.of(step), self.programs
+        plain = self.plain.of(step)
         plain = replace(plain, state_argnums=states) if states else plain
-        programs = Programs(plain, of.storage, of.donate, of.asked)
-        return ShardedStep(programs, self.verify)
+        of = self.programs
+        return ShardedStep(Programs(plain, of.storage, of.donate, of.asked), self.verify)
 
     def _modules(
         self, args: tuple[Any, ...], named: dict[str, Any]
