@@ -34,3 +34,5 @@ from shardfn.analysis.plan import Plan as Plan
 from shardfn.analysis.report import Report as Report
 from shardfn.analysis.verification import LineCheck as LineCheck
 from shardfn.analysis.verification import Verification as Verification
+
+__version__ = "0.1.0"

@@ -180,7 +180,7 @@ class ShardedStep(ReportMethods, Generic[P, R]):
         self, args: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple["ShardedStep[..., Any]", tuple[Any, ...], dict[str, Any]]:
         """The step and its arguments, with variables in place of modules that it
-        updates in place, and with leaves that are no arrays in the structure.
+        updates in place, and leaves that are no arrays static.
 
         Args:
           args: the step's arguments by position.
@@ -208,11 +208,12 @@ class ShardedStep(ReportMethods, Generic[P, R]):
         return self._closed[0], args, named
 
     def _like(self, step: Any, *states: int) -> "ShardedStep[..., Any]":
-        """Another step with these options; `states` are the positions of its state."""
+        """Another step with these options; `states` are where its state is."""
         plain = self.plain.of(step)
         plain = replace(plain, state_argnums=states) if states else plain
         of = self.programs
-        return ShardedStep(Programs(plain, of.storage, of.donate, of.asked), self.verify)
+        own = Programs(plain, of.storage, of.donate, of.asked)
+        return ShardedStep(own, self.verify)
 
     def _modules(
         self, args: tuple[Any, ...], named: dict[str, Any]
