@@ -205,6 +205,13 @@ PREALLOCATED_SHARE = 0.75
 """The part of a GPU's memory that JAX takes by default; its documentation on GPU memory
 allocation names the variable that sets it."""
 
+HOST_BOUND = 0.1
+"""The part of a step that waits for copies from and to the host from which on a report
+calls the step bound by that link."""
+
+HOST_HIDDEN = 0.005
+"""The same below which it calls them hidden: less than what data sheets round."""
+
 # When a sharded step counts as equal to the plain one
 
 SMALLEST_NORM = 1e-6

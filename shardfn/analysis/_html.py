@@ -53,6 +53,10 @@ def page_data(report: Figures) -> dict[str, Any]:
         "seconds": report.step_seconds,
         "device": _merged(_device_spans(report.timeline.device), rounds),
         "links": [_link_span(s, _lines_by_name(report)) for s in report.timeline.links],
+        "copies": [
+            [s.start, s.end, f"to_{s.kind}", _short(s.op_name), s.bytes]
+            for s in report.timeline.copies
+        ],
         "rounds": rounds,
         "picks": _picks(report, rounds),
         "memory": _memory(report),

@@ -8,7 +8,7 @@ estimate: the schedule played at the rates of the vendors' data sheets.
 
 from dataclasses import dataclass
 
-from shardfn._core.limits import PREALLOCATED_SHARE
+from shardfn._core.limits import HOST_BOUND, HOST_HIDDEN, PREALLOCATED_SHARE
 from shardfn._core.memories import DEVICE, HOST
 from shardfn.analysis._figures import Figures
 from shardfn.analysis._html import page
@@ -155,9 +155,17 @@ def _host_link(report: Report) -> list[str]:
         return []
     rate = f"{report.target.host_bandwidth / 1e9:.4g} GB/s"
     sizes = f"{size_text(copied[DEVICE])} in and {size_text(copied[HOST])} out"
-    exposed = seconds_text(report.host_exposed_seconds)
-    note = f"{sizes} at {rate} each way; of the step, {exposed} wait for it"
-    return [_row("host link", seconds_text(report.host_seconds), note)]
+    share = report.host_exposed_seconds / report.step_seconds
+    exposed = f"{seconds_text(report.host_exposed_seconds)} wait for it"
+    wait = "hidden" if share < HOST_HIDDEN else f"of the step, {exposed}"
+    note = f"{sizes} at {rate} each way; {wait}"
+    lines = [_row("host link", seconds_text(report.host_seconds), note)]
+    if share >= HOST_BOUND:
+        step = seconds_text(report.step_seconds)
+        lines.append(
+            f"  bound by the host's link: {share:.0%} of {step} is waiting for it"
+        )
+    return lines
 
 
 def _row(name: str, value: str, note: str = "") -> str:

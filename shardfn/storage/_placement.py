@@ -20,7 +20,7 @@ from jax.sharding import (
 
 from shardfn._core import compat, processes
 from shardfn._core.errors import ShardingError, called, step_name
-from shardfn._core.leaves import Leaf
+from shardfn._core.leaves import Leaf, leaf_name
 from shardfn._core.memories import HOST, is_on_host
 from shardfn._core.sharding import Sharding
 from shardfn.storage._leaves import leaves_of
@@ -80,6 +80,8 @@ class Storage(StoredLayout):
         leaves, _ = self.leaves(states)
         for x, leaf in zip(jax.tree.leaves(states), leaves, strict=True):
             if leaf.memory != HOST and isinstance(x, jax.Array) and is_on_host(x):
+                # A pattern that is misspelt names no leaf.
+                self.control.check([leaf_name(each.path) for each in leaves])
                 name = leaf.name or "state"
                 raise ShardingError(
                     f"state leaf '{name}' is in the host's memory, and {step_name()} "

@@ -147,6 +147,14 @@ def test_a_step_that_does_not_know_of_it_says_so() -> None:
     assert {memory_of(x.sharding) for x in jax.tree.leaves(moved)} == {"device"}
 
 
+def test_a_misspelt_pattern_is_asked_about() -> None:
+    misspelt = shardfn.fully_shard(train, MESH, min_size=8, offload={"m/evn": "host"})
+    state = step.init(create)
+    with pytest.raises(shardfn.ShardingError, match="Did you mean 'm/even'"):
+        misspelt(state, X)
+    check(step(state, X)[0], jax.jit(train)(create(), X)[0])
+
+
 def test_without_a_mesh_there_is_no_memory_to_name() -> None:
     for memory in ("host", "auto", "70GiB"):
         with pytest.raises(shardfn.ShardingError, match="offload=.* needs a mesh"):
