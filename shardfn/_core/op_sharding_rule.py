@@ -34,6 +34,7 @@ class OpShardingRule:
         element, and zeros.
       shifts: `(factor, rows)`: with the factor split, the operands that have it are
         needed in blocks that begin so many rows earlier, around the ends.
+      blocks: `(factor, rows)`: blocks of the factor have at least so many rows.
       regroups: the op may run on blocks of the minor one of two factors of an operand's
         dimension, the blocks of each run of it one after the other.
       threshold: which limit decided what may be split, for people; two rules that
@@ -49,6 +50,7 @@ class OpShardingRule:
     flat: bool = False
     picks: bool = False
     shifts: tuple[tuple[str, int], ...] = ()
+    blocks: tuple[tuple[str, int], ...] = ()
     regroups: bool = False
     threshold: str = field(default="", compare=False)
 
@@ -97,7 +99,7 @@ class OpShardingRule:
     def stands_alone(self, factor: str) -> bool:
         """Whether no dimension mixes `factor` with others, and no rows move along it:
         its blocks may be padded."""
-        if factor in dict(self.shifts):
+        if factor in dict(self.shifts) or factor in dict(self.blocks):
             return False
         sizes = dict(self.sizes)
         return all(
@@ -120,6 +122,9 @@ class OpShardingRule:
         if self.shifts:
             names = (f"{f}: {rows}" for f, rows in self.shifts)
             text += f"  shift={{{', '.join(names)}}}"
+        if self.blocks:
+            names = (f"{f}: {rows}" for f, rows in self.blocks)
+            text += f"  blocks={{{', '.join(names)}}}"
         return text.strip()
 
 

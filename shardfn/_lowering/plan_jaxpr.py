@@ -4,6 +4,7 @@ In: a jaxpr, the shardings of its arguments and of those results that are given.
 its program and its scheduled plan.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -93,7 +94,8 @@ def plan_jaxpr(
       The program, its plan, and which leaves of the state stay where they are.
     """
     if facts is not None:
-        program = make_program(jaxpr, facts.arguments, facts.program)
+        devices = math.prod(axes.sizes[axes.names.index(a)] for a in axes.batch)
+        program = make_program(jaxpr, facts.arguments, facts.program, devices)
         program = facts.arrange(program)
     else:
         program = make_program(jaxpr)

@@ -96,6 +96,8 @@ class SplittableFactors:
             return False
         parts = math.prod(self.axes.sizes[a] for f, a in self.parts if f == factor)
         size = self.rule.size(factor)
+        if size // (parts * count) < dict(self.rule.blocks).get(factor, 0):
+            return False
         partners = self.additive_partners(factor)
         if any(self.kinds[i] == LITERAL for i in partners):
             return False

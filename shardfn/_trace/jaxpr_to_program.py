@@ -33,6 +33,7 @@ def make_program(
     closed_jaxpr: Any,
     arguments: Sequence[Argument] = (),
     known: Program | None = None,
+    devices: int = 1,
 ) -> Program:
     """Numbers the values of a closed jaxpr; see the module's first lines.
 
@@ -41,6 +42,7 @@ def make_program(
       arguments: what its arguments are.
       known: the program that it becomes for arguments of which nothing is known, if
         that was made before.
+      devices: how many may split the rows of the batch.
 
     Returns:
       The program, its nodes marked with their passes.
@@ -48,7 +50,7 @@ def make_program(
     given = tuple(argument.marks for argument in arguments)
     if known is None or _matters(given, closed_jaxpr):
         live_jaxpr = compat.without_dead_code(closed_jaxpr)
-        known = _Builder().build(live_jaxpr, None, given)
+        known = _Builder(devices).build(live_jaxpr, None, given)
     return mark_passes(known, arguments)
 
 
@@ -61,6 +63,7 @@ def _matters(given: Sequence[Marks], closed: Any) -> bool:
 class _Builder:
     """What is shared while one jaxpr and the jaxprs in it become programs."""
 
+    devices: int = 1
     cache: dict[Hashable, Program] = field(default_factory=dict)
     marking: Marking = field(default_factory=Marking)
     keep_alive: list[Any] = field(default_factory=list)
@@ -121,7 +124,7 @@ class _Values:
         inputs = tuple(self.new(v.aval) for v in compat.open_jaxpr(closed)[0].invars)
         if given:
             marks = dict(zip(inputs, given, strict=True))
-            self.windows = Windows(self.pieces, marks)
+            self.windows = Windows(self.pieces, marks, self.builder.devices)
         outputs = self.inline(closed, inputs, (), call)
         nodes, constants = live(self.nodes, self.constants, outputs)
         return Program(

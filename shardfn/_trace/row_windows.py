@@ -20,6 +20,7 @@ from shardfn._core.program import Atom
 from shardfn._trace.dim_marks import FIXED, ROWS, Marks
 from shardfn._trace.op_on_all_rows import DependsOnPlace, RowOperand, Site, site_of
 from shardfn._trace.row_cuts import RowCuts, apart
+from shardfn._trace.row_halos import Halos, windows_of
 from shardfn._trace.row_rolls import Rolls, cuts_of_two
 from shardfn._trace.row_shifts import Pieces, RowPiece, cuts, join, shaped
 
@@ -28,10 +29,11 @@ Rewritten = tuple[Any, tuple[Atom, ...]]
 
 def cuts_most(closed: Any) -> bool:
     """Whether an equation of a jaxpr, or of one in it, cuts more than half out of a
-    dimension, or half of it that may be all rows of another."""
+    dimension, half of it that may be all rows of another, or a window at each row."""
     jaxpr, _ = compat.open_jaxpr(closed)
     return any(
         cuts_of_two(eqn)
+        or bool(windows_of(eqn))
         or any(_is_most(size, rows) for rows, size in _sizes(eqn))
         or any(map(cuts_most, jaxprs_in_params(eqn.params)))
         for eqn in jaxpr.eqns
@@ -60,18 +62,22 @@ class Windows:
     Attributes:
       pieces: the values that are pieces of others.
       marks: what lies along the dimensions of every value.
+      devices: how many may split the rows.
       spread: values made by a broadcast, by the equation and its operands.
     """
 
     pieces: Pieces
     marks: dict[int, Marks] = field(default_factory=dict)
+    devices: int = 1
     spread: dict[int, tuple[JaxprEqn, tuple[Atom, ...]]] = field(default_factory=dict)
     cuts: RowCuts = field(init=False)
     rolls: Rolls = field(init=False)
+    halos: Halos = field(init=False)
 
     def __post_init__(self) -> None:
         self.cuts = RowCuts(self.pieces)
         self.rolls = Rolls(self.pieces)
+        self.halos = Halos(self.pieces, self.devices)
 
     def equation(
         self,
@@ -86,6 +92,7 @@ class Windows:
             self.spread[results[0]] = eqn, operands
         if len(results) == 1:
             self.rolls.equation(eqn, operands, results[0], zeros)
+            self.halos.equation(eqn, operands, results[0], zeros)
         rows = [mark == ROWS for mark in self.marks[results[0]]] if results else ()
         if len(results) == 1 and any(rows):
             self.cuts.equation(eqn, operands, results[0], rule, zeros, rows)
@@ -100,6 +107,16 @@ class Windows:
         if piece is None or piece.source is None or self.cuts.is_joined(piece.source):
             return None
         return piece if self.is_window(piece.source, piece.dim, piece.size) else None
+
+    def rows_of(self, atom: Atom, dim: int) -> RowPiece | None:
+        """Which rows of the batch lie along a dimension of a value: a piece of another,
+        or all of its own; None if they are of something else."""
+        piece = self.window(atom)
+        if piece is not None and piece.dim == dim:
+            return piece
+        if not isinstance(atom, int) or self.marks[atom][dim] != ROWS:
+            return None
+        return RowPiece(atom, dim, 0, self.pieces.avals[atom][0][dim])
 
     def is_window(self, value: int, dim: int, size: int) -> bool:
         """Whether so many along a dimension of a value are most of its rows."""
@@ -118,6 +135,8 @@ class Windows:
         rolled = self.rolls.source(eqn, operands)
         if rolled is not None and self.marks[rolled[0]][rolled[1]] == ROWS:
             return self.rolls.rolled(eqn, operands)
+        if slid := self.halos.on_all_rows(eqn, operands, self.rows_of):
+            return slid
         first = operands[0] if operands else -1
         marks = self.marks.get(first, ()) if isinstance(first, int) else ()
         if ROWS in marks and any(marks[dim] == ROWS for dim, _, n in cuts(eqn) if n):

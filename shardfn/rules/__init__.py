@@ -22,6 +22,7 @@ from shardfn.rules import reduction as reduction
 from shardfn.rules import reshape as reshape
 from shardfn.rules import slicing as slicing
 from shardfn.rules import sorting as sorting
+from shardfn.rules import windowed as windowed
 from shardfn.rules._factors import fresh_names as fresh_names
 from shardfn.rules.elementwise import elementwise_rule as elementwise_rule
 from shardfn.rules.slicing import partly_changed as partly_changed
