@@ -255,7 +255,11 @@ def sent(
                 move.wire_bytes(step.part_shape, axes, step.itemsize) for move in moves
             )
             if step.together in (None, step.result):
-                collectives += times * len(moves)
+                collectives += times * sum(
+                    message.times
+                    for move in moves
+                    for message in move.messages(step.part_shape, axes)
+                )
             continue
         inner = times * (step.times or 1)
         bodies: Sequence[Made] = [

@@ -13,7 +13,7 @@ import pytest
 from plan_helpers import QUICK, Sharded, cpu_mesh, shard, shard_fn
 
 from shardfn._api import planner, report_methods
-from shardfn._lowering.sent_bytes import wire_bytes
+from shardfn._lowering.sent_bytes import sent
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -134,5 +134,5 @@ def test_choices_count_the_bytes_that_the_plan_says(name, options, monkeypatch) 
     monkeypatch.setattr(report_methods, "describe", describe)
     plan = shard(programs.get(name), cpu_mesh(8), min_size=8, **options).plan
     (planned,) = found
-    sent = wire_bytes(planned.program, planned.body, planned.axes)
-    assert abs(sent - plan.wire_bytes) <= sum(c.times or 1 for c in plan.collectives)
+    counted = sent(planned.program, planned.body, planned.axes)
+    assert abs(counted.bytes - plan.wire_bytes) <= sum(c.times or 1 for c in plan.collectives)
