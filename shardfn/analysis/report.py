@@ -55,10 +55,10 @@ def _memory(report: Report) -> list[str]:
             f"of {size_text(target.memory)}: {verdict}",
         ),
     ]
-    if report.host_bytes:
-        taken = memory.host_arguments + memory.host_temporary
+    if taken := memory.host_arguments + memory.host_temporary:
         of = f"of {size_text(target.host_memory)} per device"
-        lines.append(_row("state in the host's memory", size_text(report.host_bytes)))
+        state = size_text(report.host_bytes)
+        lines.append(_row("state in the host's memory", state))
         lines.append(_row("peak there", size_text(taken), of))
     if target.platform == "cuda" and memory.peak > PREALLOCATED_SHARE * target.memory:
         lines.append(

@@ -123,6 +123,14 @@ def program(taken: str, left: str, *lines: str) -> str:
             ("add x computes in the host's memory",),
         ),
         (
+            program(
+                THERE,
+                THERE,
+                f'%x = {THERE} custom-call(), custom_call_target="AllocateBuffer"',
+            ),
+            (),
+        ),
+        (
             program(THERE, THERE, f"%x = {THERE} copy(%p)"),
             ("copy x computes in the host's memory",),
         ),

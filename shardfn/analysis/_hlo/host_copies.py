@@ -21,6 +21,7 @@ _CARRIERS = (
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while"),
     *("conditional", "call", "opt-barrier", "optimization-barrier", "after-all"),
 )
+_ALLOCATES = 'custom_call_target="AllocateBuffer"'
 _COPIES = ("copy", "slice", "dynamic-slice", "dynamic-update-slice")
 
 
@@ -56,8 +57,10 @@ def host_copy(instr: Instruction, comp: Computation) -> HostCopy | None:
 
 def lives_on_host(instr: Instruction, comp: Computation) -> bool:
     """Whether an instruction reads or makes something in the host's memory, and does
-    not only hand it on."""
+    not only hand it on, or take memory there that copies write to."""
     if instr.opcode in _CARRIERS or instr.opcode.endswith("-done"):
+        return False
+    if instr.opcode == "custom-call" and _ALLOCATES in instr.attributes:
         return False
     shapes = (instr.shape, *(comp.instructions[o].shape for o in instr.operands))
     return any(map(_HOST.search, shapes))
