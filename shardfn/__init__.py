@@ -10,6 +10,8 @@ from shardfn import rules as rules
 from shardfn._api.fully_shard import fully_shard as fully_shard
 from shardfn._api.local_step import LocalStep as LocalStep
 from shardfn._api.sharded_step import ShardedStep as ShardedStep
+from shardfn._api.tuning.candidates import Tuning as Tuning
+from shardfn._api.tuning.tune import tune as tune
 from shardfn._core.constraint import constrain as constrain
 from shardfn._core.constraint import replicate as replicate
 from shardfn._core.errors import InexactSignWarning as InexactSignWarning

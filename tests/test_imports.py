@@ -152,7 +152,7 @@ def test_only_one_module_knows_of_libraries_that_may_be_missing() -> None:
     ]
     assert found == []
     asked = [name for name, text in FILES.items() if "sys.modules" in text.read_text()]
-    assert set(asked) == {"_core.optional", "_api.cli"}, (
+    assert set(asked) == {"_core.optional", "_api.load_step"}, (
         "the user's own, for the latter"
     )
 

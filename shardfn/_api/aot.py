@@ -5,6 +5,7 @@ In: a target and the step's programs on its devices. Out: a `Report`.
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from jax.sharding import Mesh
 
 from shardfn._api.compiled_steps import Programs
 from shardfn._api.planner import describe
+from shardfn._api.tuning.advise import advise
 from shardfn._core.automatic_axes import part_shape
 from shardfn._core.call_arguments import Rest
 from shardfn._core.errors import ShardingError, called, step_name
@@ -57,7 +59,7 @@ def report_on(
     compiled = compile_for(target, programs.lowered(traced, leaves))
     progress("reading the compiled program")
     text = compiled.as_text() or ""
-    return Report(
+    report = Report(
         step=step_name(),
         target=target,
         plan=plan,
@@ -68,6 +70,8 @@ def report_on(
         timeline=play(text, rates_of(target, storage.mesh)),
         compiler_options=tuple(programs.options.items()),
     )
+    devices = tuple(storage.mesh.devices.flat)
+    return replace(report, advice=advise(report, devices, target.memory))
 
 
 def rates_of(target: Target, mesh: Mesh) -> Rates:

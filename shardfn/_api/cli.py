@@ -1,16 +1,15 @@
 """The command line.
 
-In: the name of a step. Out: its report, printed and as a page.
+In: the name of a step. Out: its report, printed and as a page; or the options with
+which it is fastest on a target.
 
 python -m shardfn plan MODULE:STEP --target h100:1x8x8
+python -m shardfn tune MODULE:STEP --target h100:1x8x8
 """
 
-import importlib
-import importlib.util
-import inspect
 import os
+import re
 import sys
-import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,27 +22,23 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from shardfn._api.fully_shard import fully_shard
+from shardfn._api.load_step import CONVENTION, CommandError, load
 from shardfn._api.local_step import LocalStep
-from shardfn._api.option_flags import given_options, with_flags, with_options
+from shardfn._api.option_flags import given_options, with_flags
 from shardfn._api.sharded_step import ShardedStep
+from shardfn._api.tuning.changed_options import with_options
+from shardfn._api.tuning.tune import tune
 from shardfn._core.errors import ShardingError, called_from
+from shardfn._core.limits import TUNED_COMPILATIONS
 from shardfn.analysis import targets
 from shardfn.analysis.report import Report
 
 USAGE = """usage: python -m shardfn plan MODULE:STEP [--target h100:1x8x8]
+       python -m shardfn tune MODULE:STEP --target h100:1x8x8 [--memory 70GiB]
 
-Prints what a step would move, hold and take on a target, and writes it as a page.
-python -m shardfn plan --help says more."""
-
-CONVENTION = (
-    "Name a function without arguments that returns the step and its arguments:\n\n"
-    "    def planned():\n"
-    "        return train_step, state, batch  # arrays or jax.ShapeDtypeStruct\n"
-)
-
-
-class CommandError(Exception):
-    """A command that cannot be run; its text is what the user reads."""
+plan prints what a step would move, hold and take on a target, and writes it as a page.
+tune compiles it there with other options, and says with which it is fastest.
+Each with --help says more."""
 
 
 @dataclass(frozen=True)
@@ -65,34 +60,112 @@ class PlanCommand:
     """Exit with 1 if the compiled step is not as planned, or does not fit."""
 
 
+@dataclass(frozen=True)
+class TuneCommand:
+    """Finds the options with which a step is fastest on a target, by compiling it."""
+
+    step: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODULE:STEP")]
+    """Such as `project.train:planned` or `train.py:planned`: a function without
+    arguments that returns a step and its arguments. The step may be plain, or made by
+    `fully_shard`; the arguments arrays or `jax.ShapeDtypeStruct`s."""
+    target: str
+    """What to compile for, such as `h100:1x8x8` (slices x hosts x GPUs) or
+    `tpu:v5p:4x4x4`."""
+    memory: str | None = None
+    """What a step may take on each device, such as `70GiB`; the target's if left
+    out."""
+    compilations: int = TUNED_COMPILATIONS
+    """How many programs are compiled at most."""
+    mesh_shape: tuple[int, ...] | None = None
+    """Sizes of the mesh axes on the target, if there are several."""
+    out: Path | None = None
+    """Where the options go, as a file that `fully_shard(options=path)` reads."""
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs a command; exits with 1 and one message if it cannot be run."""
     argv = sys.argv[1:] if argv is None else list(argv)
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE)
         return
-    if argv[0] != "plan":
-        sys.exit(f"error: there is no command {argv[0]!r}.\n{USAGE}")
-    if not argv[1:]:
+    name, flags = argv[0], argv[1:]
+    commands = {"plan": (PlanCommand, run_plan), "tune": (TuneCommand, run_tune)}
+    if name not in commands:
+        sys.exit(f"error: there is no command {name!r}.\n{USAGE}")
+    if not flags:
         sys.exit(
-            "error: the step is missing: python -m shardfn plan train.py:planned "
+            f"error: the step is missing: python -m shardfn {name} train.py:planned "
             f"--target h100:8\n{CONVENTION}"
         )
-    known: type[PlanCommand] = with_flags(PlanCommand)
-    command = tyro.cli(known, args=argv[1:], prog="python -m shardfn plan")
+    kind, run = commands[name]
+    command: Any = tyro.cli(
+        with_flags(kind), args=flags, prog=f"python -m shardfn {name}"
+    )
     try:
         with called_from(f"{command.step}, by the command line"):
-            run_plan(command)
+            run(command)
     except (CommandError, ShardingError) as error:
         sys.exit(f"error: {error}")
+
+
+def run_tune(command: TuneCommand) -> None:
+    """Prints the candidates and the options chosen, and writes these."""
+    prepare(command.target)
+    memory = None if command.memory is None else bytes_of(command.memory)
+    if command.compilations < 1:
+        raise CommandError(f"--compilations {command.compilations}: pass one or more.")
+    step, args = load(command.step)
+    given = given_options(command)
+    if isinstance(step, ShardedStep):
+        step = with_options(step, given)
+    else:
+        step = sharded_on(command.target, step, command.mesh_shape, given)
+    with progress() as show_stage:
+        found = tune(
+            step,
+            command.target,
+            *args,
+            memory=memory,
+            compilations=command.compilations,
+            mesh_shape=command.mesh_shape,
+            progress=show_stage,
+        )
+    print(found)
+    if command.out is not None:
+        found.save(command.out)
+        print(f"\noptions: {command.out}; fully_shard(options={str(command.out)!r})")
+    if not found.chosen.fits(found.memory):
+        sys.exit(1)
+
+
+def bytes_of(text: str) -> int:
+    """`70GiB`, `80 GB` or a number of bytes."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(\w*)\s*", text)
+    if match is None or match[2].lower() not in UNITS:
+        raise CommandError(
+            f"--memory {text!r} is no size.\nWrite 70GiB, 80GB or a number of bytes."
+        )
+    return int(float(match[1]) * UNITS[match[2].lower()])
+
+
+UNITS = {"": 1, "b": 1} | {
+    f"{letter}{kind}": base**power
+    for power, letter in enumerate("kmgt", start=1)
+    for kind, base in (("b", 1000), ("ib", 1024))
+}
+
+
+def prepare(target: str) -> None:
+    """Refuses a wrong target, and leaves accelerators alone that may be there."""
+    check_target(target)
+    if not (jax.config.jax_platforms or os.environ.get("JAX_PLATFORMS")):  # pyright: ignore
+        jax.config.update("jax_platforms", "cpu")
 
 
 def run_plan(command: PlanCommand) -> None:
     """Prints the plan, or the report on a target, and writes its page."""
     if command.target is not None:
-        check_target(command.target)
-        if not (jax.config.jax_platforms or os.environ.get("JAX_PLATFORMS")):  # pyright: ignore
-            jax.config.update("jax_platforms", "cpu")
+        prepare(command.target)
     step, args = load(command.step)
     options = given_options(command)
     if isinstance(step, ShardedStep) and options:
@@ -164,78 +237,6 @@ def default_path(command: PlanCommand) -> Path:
     assert command.target is not None
     name = command.step.rpartition(":")[2]
     return Path(f"{name}-{command.target.replace(':', '-')}.html")
-
-
-def load(name: str) -> tuple[Any, tuple[Any, ...]]:
-    """The step and its arguments that `MODULE:STEP` names."""
-    module_name, colon, attribute = name.rpartition(":")
-    if not colon or not module_name or not attribute:
-        raise CommandError(f"{name!r} is not of the form MODULE:STEP.\n{CONVENTION}")
-    module = _module(module_name)
-    if not hasattr(module, attribute):
-        there = [n for n, v in vars(module).items() if inspect.isfunction(v)]
-        names = ", ".join(there) or "no functions"
-        raise CommandError(
-            f"{module_name} has no {attribute!r}; it has {names}.\n{CONVENTION}"
-        )
-    made = getattr(module, attribute)
-    if isinstance(made, ShardedStep | LocalStep):
-        raise CommandError(
-            f"{name} is a step, and its arguments are missing.\n{CONVENTION}"
-        )
-    if callable(made):
-        needed = inspect.signature(made).parameters.values()
-        required = [p.name for p in needed if p.default is p.empty and p.kind < 2]
-        if required:
-            raise CommandError(
-                f"{name} takes the arguments {', '.join(required)}.\n{CONVENTION}"
-            )
-        made = made()
-    if not isinstance(made, tuple) or len(made) < 2 or not callable(made[0]):
-        raise CommandError(
-            f"{name} gave {type(made).__name__}, not a step and its arguments.\n"
-            f"{CONVENTION}"
-        )
-    return made[0], made[1:]
-
-
-def _module(name: str) -> Any:
-    """A module by its dotted name or its file."""
-    if not name.endswith(".py"):
-        find_also(Path.cwd())
-        try:
-            return importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name != name.partition(".")[0] and error.name != name:
-                raise
-            raise CommandError(
-                f"there is no module {name!r} here.\nName a module that Python finds "
-                "from this folder, or a file such as train.py:planned."
-            ) from error
-    path = Path(name)
-    if not path.is_file():
-        raise CommandError(
-            f"there is no file {name} (looked in {os.getcwd()}).\nGive its path."
-        )
-    find_also(path.parent.resolve())
-    is_taken = path.stem in sys.modules or path.stem in sys.stdlib_module_names
-    name = f"step_in_{path.stem}" if is_taken else path.stem
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def find_also(folder: Path) -> None:
-    """Lets Python find modules of a folder: before installed ones, and behind those of
-    its own library, which a file such as `json.py` must not replace."""
-    library = {
-        os.path.realpath(sysconfig.get_path(k)) for k in ("stdlib", "platstdlib")
-    }
-    own = [i for i, p in enumerate(sys.path) if os.path.realpath(p) in library]
-    sys.path.insert(max(own, default=-1) + 1, str(folder))
 
 
 @contextmanager

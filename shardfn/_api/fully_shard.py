@@ -3,6 +3,7 @@
 In: a plain training step. Out: the same step on a sharded state."""
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any, Literal, ParamSpec, Protocol, TypeVar, Unpack, overload
 
@@ -15,6 +16,7 @@ from shardfn._api.options import Options, shows_options
 from shardfn._api.plain_step import PlainStep, Step
 from shardfn._api.pmapped import unwrapped
 from shardfn._api.sharded_step import ShardedStep
+from shardfn._api.tuning.tuned_options import read
 from shardfn._api.validate import (
     check_argnums,
     check_axis,
@@ -89,6 +91,7 @@ def fully_shard(
     donate: bool = True,
     verify: str = "off",
     compiler_options: Asked = None,
+    options: str | os.PathLike[str] | None = None,
     **leaf_options: Unpack[LeafOptions],
 ) -> ShardedStep[..., Any] | LocalStep[..., Any] | Callable[[Step], Any]:
     """Shards `train_step`'s state over one mesh axis, gathering each parameter where it
@@ -137,6 +140,9 @@ def fully_shard(
         shows which. One that is named here, in XLA_FLAGS or in LIBTPU_INIT_ARGS is the
         user's: its value here counts, and None leaves it to XLA. False: none is set.
         None of them counts where the step is called under another transform.
+      options: path of a file that `python -m shardfn tune` or `Tuning.save` wrote: its
+        options count where none is given here, those of the compiler on the platform
+        that they were chosen for. A step that has changed since is refused.
       **leaf_options: the options that may differ from leaf to leaf, a row each of
         `LeafOptions`; `help(fully_shard)` has their text here.
 
@@ -172,7 +178,10 @@ def fully_shard(
       Rajbhandari et al., ZeRO (arXiv:1910.02054); Zhao et al., PyTorch FSDP
       (arXiv:2304.11277).
     """
-    options: Options = {
+    tuned = None if options is None else read(options)
+    if tuned is not None:
+        leaf_options = {**tuned.of_leaves(), **leaf_options}  # pyright: ignore
+    given: Options = {
         "axis": axis,
         "min_size": min_size,
         "strict": strict,
@@ -181,6 +190,7 @@ def fully_shard(
         "donate": donate,
         "verify": verify,
         "compiler_options": compiler_options,
+        "options": options,
         **leaf_options,
     }
     names, argnums = check_axis(axis), check_argnums(state_argnums)
@@ -192,20 +202,23 @@ def fully_shard(
     check_verify(verify)
     asked = check_options(compiler_options)
     if train_step is None:
-        return functools.partial(fully_shard, mesh=mesh, **options)
+        return functools.partial(fully_shard, mesh=mesh, **given)
     check_step(train_step)
     inner, batch_spec = unwrapped(train_step, names, argnums or (0,), batch_spec)
     if inner is not train_step:  # its in_axes are split by position
         argnums = argnums or (0,)
-    plain = PlainStep(inner, min_size, strict, argnums, batch_spec, control)
+    plain = PlainStep(inner, min_size, strict, argnums, batch_spec, control, tuned)
     if mesh is None:
-        check_needs_no_mesh(options, control)
-        local = LocalStep(plain, names, options)
+        check_needs_no_mesh(given, control)
+        local = LocalStep(plain, names, given)
         functools.update_wrapper(local, inner, updated=())
         return local
     check_names(names, mesh)
     axes = axes_over(mesh, names, control)
     storage = Storage(automatic(mesh), mesh, axes, min_size, control)
+    if tuned is not None and asked is not False:
+        platform = mesh.devices.flat[0].platform
+        asked = {**tuned.of_compiler(platform), **(asked or {})}
     step = ShardedStep(Programs(plain, storage, donate, asked), verify)
     functools.update_wrapper(step, inner, updated=())
     return step

@@ -1,19 +1,15 @@
 """The flags of the command line for options that may differ from leaf to leaf.
 
 In: the table of these options, and texts as users type them. Out: a dataclass of a
-command with a flag per row, the options that its flags give, and steps with these.
+command with a flag per row, and the options that its flags give.
 """
 
 import ast
-from collections.abc import Mapping
-from dataclasses import field, make_dataclass, replace
+from dataclasses import field, make_dataclass
 from typing import Annotated, Any
 
 import tyro
 
-from shardfn._api.compiled_steps import Programs
-from shardfn._api.sharded_step import ShardedStep
-from shardfn._core.control import make_control
 from shardfn._core.leaf_options import LEAF_OPTIONS
 from shardfn._core.option_values import Option
 
@@ -38,17 +34,6 @@ def given_options(command: Any) -> dict[str, Any]:
         for name, texts in flags.items()
         if texts
     }
-
-
-def with_options(step: ShardedStep, options: Mapping[str, Any]) -> ShardedStep:
-    """The same step, with other options of leaves."""
-    programs, storage = step.programs, step.storage
-    control = make_control(**{**storage.control.given, **options})
-    control.check_axes(storage.axes.names)
-    plain = replace(step.plain, control=control).of(step.plain.step)
-    storage = replace(storage, control=control).on(step.mesh)
-    made = Programs(plain, storage, programs.donate, programs.asked)
-    return ShardedStep(made, step.verify)
 
 
 def _shown(option: Option) -> Any:

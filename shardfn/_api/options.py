@@ -8,6 +8,7 @@ which it may be.
 import difflib
 import functools
 import inspect
+import os
 import textwrap
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
@@ -34,6 +35,7 @@ class Options(LeafOptions, total=False):
     donate: bool
     verify: str
     compiler_options: Asked
+    options: str | os.PathLike[str] | None
 
 
 def shows_options(transform: Made) -> Made:

@@ -10,16 +10,13 @@ from typing import Any
 
 import jax
 
-from shardfn._api.argument_leaves import (
-    Side,
-)
+from shardfn._api.argument_leaves import Side
 from shardfn._api.batch_division import BatchDivision
 from shardfn._api.call_arguments import by_position, parameter_names, refuse_count
 from shardfn._api.names_in_code import mentions
 from shardfn._api.plan_warnings import warn_of
-from shardfn._api.planner import (
-    plan_traced,
-)
+from shardfn._api.planner import plan_traced
+from shardfn._api.tuning.tuned_options import TunedOptions
 from shardfn._core import compat
 from shardfn._core.call_arguments import (
     Named,
@@ -60,6 +57,7 @@ class PlainStep:
       state_argnums: positions of the state arguments; None to find them.
       batch_spec: prefix pytree of PartitionSpecs of the batch, or None.
       control: what is asked of the moves of state leaves.
+      tuned: where options come from, if it is a file: it is of one program.
       plans: planned steps by structure, shapes and configuration of JAX.
       found: what arguments of some types are, as far as it had to be found.
       traces: the trace that found it, until it is planned.
@@ -72,6 +70,7 @@ class PlainStep:
     state_argnums: tuple[int, ...] | None
     batch_spec: Any
     control: Control = Control()
+    tuned: TunedOptions | None = None
     plans: Recent[Any, Planned] = field(default_factory=lambda: Recent(BATCH_KINDS))
     found: Recent[Any, StateArguments] = field(
         default_factory=lambda: Recent(BATCH_KINDS)
@@ -84,7 +83,7 @@ class PlainStep:
     def of(self, step: Step) -> "PlainStep":
         """Another step with the same options."""
         options = self.min_size, self.strict, self.state_argnums, self.batch_spec
-        return PlainStep(step, *options, self.control)
+        return PlainStep(step, *options, self.control, self.tuned)
 
     def meaning(
         self,
@@ -302,6 +301,8 @@ class PlainStep:
                     self.min_size,
                     self.control,
                 )
+            if self.tuned is not None:
+                self.tuned.check(planned.program, planned.state)
             warn_of(planned, self.strict)
             self.plans[key] = planned
         return self.plans[key]

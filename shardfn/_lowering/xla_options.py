@@ -109,6 +109,59 @@ OPTIONS = (
 )
 
 
+TRIED = {
+    "gathers pipelined by XLA": (
+        CompilerOption(
+            "gpu",
+            (
+                ("xla_gpu_pipeline_all_gather", "COLLECTIVE_PIPELINING_MODE_ON"),
+                ("xla_gpu_enable_pipelined_all_gather", True),
+            ),
+        ),
+    ),
+    "sums not delayed by XLA": (
+        CompilerOption(
+            "gpu",
+            (
+                ("xla_gpu_pipeline_reduce_scatter", "COLLECTIVE_PIPELINING_MODE_OFF"),
+                ("xla_gpu_enable_pipelined_reduce_scatter", False),
+            ),
+        ),
+    ),
+    "four transfers in flight": (
+        CompilerOption(
+            "gpu", (("xla_gpu_experimental_parallel_collective_overlap_limit", 4),)
+        ),
+    ),
+    "gathers pipelined over ICI": (
+        CompilerOption("tpu", (("xla_tpu_enable_ici_ag_pipelining", "true"),)),
+        CompilerOption(
+            "tpu", (("xla_should_allow_loop_variant_parameter_in_chain", "ENABLED"),)
+        ),
+        CompilerOption(
+            "tpu", (("xla_should_add_loop_invariant_op_in_chain", "ENABLED"),)
+        ),
+    ),
+    "layer scheduler": (
+        CompilerOption(
+            "tpu", (("xla_tpu_enable_latency_hiding_layer_scheduler", "true"),)
+        ),
+    ),
+}
+"""What is not set by itself, for it helps some steps and costs others memory or time:
+tuning compiles a step with it. github.com/openxla/xla, docs/flags_guidance.md."""
+
+
+def tried(devices: Sequence[Any], name: str) -> dict[str, Any]:
+    """The options of one row of `TRIED`, as the compiler of these devices spells them;
+    nothing if it is another platform's, or does not know one of them."""
+    device = processes.reachable(devices)
+    platform = "gpu" if device.platform in _GPUS else device.platform
+    rows = [option for option in TRIED[name] if option.platform == platform]
+    known = _known(device, rows) if rows else {}
+    return known if len(known) == len(rows) else {}
+
+
 def check_options(asked: Any) -> Asked:
     """Raises if `compiler_options` is nothing that can be asked."""
     if asked is None or asked is False:

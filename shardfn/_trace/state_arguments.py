@@ -122,7 +122,7 @@ class _Search:
             self._check_gradients()
             return None
         self._rows = self._known_rows()
-        parameters, rest = self._beside_caches()
+        parameters, rest = self._without_caches()
         if parameters and rest:
             return self._result((), parameters)
         first = self._certain()
@@ -135,7 +135,7 @@ class _Search:
         state = [p for p in self._pairs if p == first or self._is_state(p, own)]
         fixed = [p for p in self.arguments if self._is_read_only(p, state, own)]
         is_plain = not fixed and set(self.alike) <= {0} and self._pairs == {0: FIRST}
-        # Of scalars alone a token can't be told from a place in a buffer.
+        # Of scalars alone a token is like a place in a buffer.
         asks = bool(parameters) and len(self.arguments) > len(self._pairs) + len(
             parameters
         )
@@ -275,7 +275,7 @@ class _Search:
         along = all(dims[0] in own for dims in self.flow.classes[position])
         return along or not (is_array(argument) or is_like_rows(argument))
 
-    def _beside_caches(self) -> tuple[list[Position], list[Position]]:
+    def _without_caches(self) -> tuple[list[Position], list[Position]]:
         """Where what comes back are caches, and rows that the step changes: the
         arguments that may be parameters, trees whose leaves have no rows of one batch,
         and the arrays next to them that they are read for."""

@@ -12,6 +12,7 @@ from shardfn.analysis._data_sheets import Target
 from shardfn.analysis._flops import Flops
 from shardfn.analysis._hlo.timeline import Timeline
 from shardfn.analysis._latency import KERNEL_GAP
+from shardfn.analysis.advice import Advice
 from shardfn.analysis.plan import Plan
 from shardfn.analysis.verification import Verification
 
@@ -80,6 +81,7 @@ class Figures:
       flops: of matmuls on one device.
       timeline: the schedule played at the target's rates.
       compiler_options: options that the compiler was given.
+      advice: options that may help, the most first.
     """
 
     step: str
@@ -91,6 +93,7 @@ class Figures:
     flops: Flops
     timeline: Timeline = field(repr=False)
     compiler_options: tuple[tuple[str, Any], ...] = ()
+    advice: tuple[Advice, ...] = ()
 
     @property
     def stored_bytes(self) -> int:

@@ -1,7 +1,7 @@
 """How long transfers and kernels take beyond their bytes and FLOPs.
 
-In: a machine, and a collective with its bytes and devices. Out: `TransferTime`, the seconds
-that its bytes take on the links and those until they are there.
+In: a machine, and a collective with its bytes and devices. Out: `TransferTime`, the
+seconds that its bytes take on the links and those until they are there.
 
 GPUs: the ring and tree rows of the table by which NCCL itself chooses an algorithm and
 a protocol, github.com/NVIDIA/nccl, src/graph/tuning.cc at 5067397; here, too, the one

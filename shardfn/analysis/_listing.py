@@ -34,6 +34,7 @@ from shardfn._core.step_order import together
 from shardfn.analysis._explain import LeafLayout, Operation
 from shardfn.analysis._live_runs import Runs, count_runs
 from shardfn.analysis._move_reason import Why
+from shardfn.analysis._program_hash import structure_of
 from shardfn.analysis._replicated import work_of
 from shardfn.analysis.collective import Collective
 from shardfn.analysis.host_transfer import host_leaves, host_transfers
@@ -93,6 +94,7 @@ def make_plan(
         transfers=tuple(host_transfers(body, state, axes)),
         on_host=host_leaves(state, body.inputs, axes),
         offload=offload,
+        structure=structure_of(program, state),
         leaves=tuple(
             LeafLayout(
                 leaf_name(leaf.path),

@@ -34,6 +34,8 @@ class Plan:
       collectives: every collective, in program order.
       parameter_bytes: M, the bytes of the gathered parameters in their compute dtype.
       program: fingerprint of the traced step and of the arrays it captured.
+      structure: hashes of the state's leaves and of the step's operations without their
+        sizes: the same for batches of other sizes, and for other numbers of devices.
       control: what was asked of the moves of state leaves.
       work: the FLOPs of one device, and those of them that every device repeats.
       notes: which arguments are state, where that had to be found, and what of the mesh
@@ -59,6 +61,7 @@ class Plan:
     operations: tuple[Operation, ...] = field(default=(), compare=False, repr=False)
     transfers: tuple[HostTransfer, ...] = ()
     on_host: tuple[LeafOnHost, ...] = ()
+    structure: tuple[str, str] = ("", "")
     offload: OffloadChoice | None = field(default=None, compare=False, repr=False)
 
     @property

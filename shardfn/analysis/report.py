@@ -8,7 +8,13 @@ estimate: the schedule played at the rates of the vendors' data sheets.
 
 from dataclasses import dataclass
 
-from shardfn._core.limits import HOST_BOUND, HOST_HIDDEN, PREALLOCATED_SHARE
+from shardfn._core.limits import (
+    ADVISED,
+    ADVISED_SHARE,
+    HOST_BOUND,
+    HOST_HIDDEN,
+    PREALLOCATED_SHARE,
+)
 from shardfn._core.memories import DEVICE, HOST
 from shardfn.analysis._figures import Figures
 from shardfn.analysis._html import page
@@ -28,7 +34,8 @@ class Report(Figures):
         return page(self)
 
     def __str__(self) -> str:
-        return "\n".join([*_head(self), *_memory(self), *_wire(self), *_estimate(self)])
+        parts = _head, _memory, _wire, _estimate, _advice
+        return "\n".join(line for part in parts for line in part(self))
 
 
 def _head(report: Report) -> list[str]:
@@ -166,6 +173,18 @@ def _host_link(report: Report) -> list[str]:
             f"  bound by the host's link: {share:.0%} of {step} is waiting for it"
         )
     return lines
+
+
+def _advice(report: Report) -> list[str]:
+    """The options that may save `ADVISED_SHARE` of the step, or that may make it fit;
+    the two that may most."""
+    least = ADVISED_SHARE * report.step_seconds
+    rows = [r for r in report.advice if r.saves >= least or not report.fits]
+    if not rows:
+        return []
+    head = "may help; python -m shardfn tune compiles such options and chooses"
+    texts = [f"  {row.text(report.step_seconds)}" for row in rows[:ADVISED]]
+    return ["", head, *texts]
 
 
 def _row(name: str, value: str, note: str = "") -> str:

@@ -264,6 +264,7 @@ GIVEN = {
     "per_device_state": (),
     "verify": "off",  # needs a mesh, as the next two and per_device_state
     "compiler_options": None,
+    "options": None,
     "offload": None,
     "reshard_after_forward": {"*": False},
     "gather_dtype": "bfloat16",
@@ -301,3 +302,51 @@ def test_the_command_line_passes_every_option_on(option: str, monkeypatch) -> No
     direct = shardfn.fully_shard(descends, mesh, **{option: GIVEN[option]})
     state, batch = jnp.ones((16, 16)), jnp.ones((16, 16))
     assert sharded.plan(state, batch) == direct.plan(state, batch)
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--memory", "much"], "--memory 'much' is no size."),
+        (["--memory=-1GiB"], "--memory '-1GiB' is no size."),
+        (["--memory", "7 parsecs"], "Write 70GiB, 80GB or a number of bytes."),
+        (["--compilations", "0"], "--compilations 0: pass one or more."),
+        (["--target", "h101:8"], "no compile-only target is called 'h101:8'"),
+    ],
+)
+def test_tuning_refuses_what_it_cannot_do(file, flags, message) -> None:
+    assert message in refused("tune", f"{file}:plain", "--target", H100, *flags)
+
+
+@pytest.mark.parametrize(
+    "text, size",
+    [
+        ("70GiB", 70 << 30),
+        ("1.5 GB", 1_500_000_000),
+        ("512", 512),
+        ("3 mib", 3 << 20),
+    ],
+)
+def test_sizes_are_read_as_people_write_them(text, size) -> None:
+    assert cli.bytes_of(text) == size
+
+
+def test_each_command_is_named_where_one_is_missing() -> None:
+    assert "the step is missing: python -m shardfn tune" in refused("tune")
+    assert "there is no command 'tuna'" in refused("tuna")
+
+
+@pytest.mark.aot(H100)
+def test_tuning_prints_a_table_and_writes_options(file, capsys, tmp_path) -> None:
+    flags = ["--target", H100, "--compilations", "2", "--out", "tuned.json"]
+    main(["tune", f"{file}:planned", *flags])
+    out, err = capsys.readouterr()
+    assert "as it is" in out and "compiled in" in out and "options: tuned.json" in out
+    assert "1. as it is: compiling" in err
+    assert json.loads((tmp_path / "tuned.json").read_text())["target"] == H100
+    main(["tune", f"{file}:plain", "--target", H100, "--compilations", "1"])
+    assert "step = shardfn.fully_shard(" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as caught:
+        main(["tune", f"{file}:plain", *flags[:4], "--memory", "1KiB"])
+    assert caught.value.code == 1
+    assert "nothing fits 1.0 KiB; this takes the least" in capsys.readouterr().out

@@ -1,0 +1,192 @@
+"""Which options may help a step, by the figures of its compiled program.
+
+In: what a step takes on a target. Out: a row of `Advice` per option that may save time
+there, or memory if it lacks, the most first. A row is a bound: tuning compiles it to
+know.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+from shardfn._core.limits import JOINED_BYTES
+from shardfn._core.moves import AllGather, ReduceScatter
+from shardfn._core.phases import BACKWARD, FORWARD
+from shardfn._lowering.xla_options import tried
+from shardfn.analysis._figures import Figures
+from shardfn.analysis._text import seconds_text
+from shardfn.analysis.advice import Advice
+from shardfn.analysis.collective import Collective
+
+Devices = Sequence[object]
+
+
+def advise(figures: Figures, devices: Devices, memory: int) -> tuple[Advice, ...]:
+    """What may help.
+
+    Args:
+      figures: of the step, compiled for the target.
+      devices: the target's.
+      memory: bytes that the step may take on each of them.
+
+    Returns:
+      The changes, in the order in which they are worth trying.
+    """
+    found = [row for rule in RULES for row in rule(figures, devices, memory)]
+    lacks = figures.memory.peak - memory
+    if lacks > 0:
+        return tuple(sorted(found, key=lambda row: (row.takes, -row.saves)))
+    useful = [row for row in found if row.saves and row.takes <= -lacks]
+    return tuple(sorted(useful, key=lambda row: -row.saves))
+
+
+def _prefetch(figures: Figures, devices: Devices, memory: int) -> Iterator[Advice]:
+    """Gathers of loops, a layer ahead."""
+    del devices, memory
+    control, waits = figures.plan.control, _waits(figures, AllGather.op)
+    lines = [c for c in _gathers(figures) if _in_loop(c)]
+    if lines and waits and not any(control.asked("prefetch")):
+        layer = max(_whole(c for c in lines if c.phase == p) for p in _phases(lines))
+        why = f"the device waits {seconds_text(waits)} for gathers"
+        yield Advice("a layer ahead", (("prefetch", 1),), waits, layer, why)
+
+
+def _keep_gathered(figures: Figures, devices: Devices, memory: int) -> Iterator[Advice]:
+    """Weights kept between the passes: of all leaves whose second gather is saved, as
+    many as fit, those first that wait the longest for each byte."""
+    del devices
+    waits, control = _waits(figures, AllGather.op), figures.plan.control
+    twice = [
+        c
+        for c in _gathers(figures)
+        if c.phase == BACKWARD
+        and control.of(c.path).reshard_after_forward is not False
+        and any(f.path == c.path for f in _gathers(figures) if f.phase == FORWARD)
+    ]
+    free, kept = memory - figures.memory.peak, list[Collective]()
+    for c in sorted(twice, key=_worth_keeping):
+        size = _whole([c]) * (c.times or 1)
+        if size <= free:
+            free, kept = free - size, [*kept, c]
+    if not kept or not waits:
+        return
+    sent = sum(c.total_bytes for c in kept)
+    share = sent / max(sum(c.total_bytes for c in _gathers(figures)), 1)
+    size = sum(_whole([c]) * (c.times or 1) for c in kept)
+    paths = tuple(dict.fromkeys(c.path for c in kept))
+    named = False if len(kept) == len(twice) else dict.fromkeys(paths, False)
+    of = f"{len(paths)} of {len({c.path for c in twice})} leaves"
+    why = f"{of} are gathered twice, {share:.0%} of all gathered bytes"
+    title = "weights kept for the backward pass"
+    asked = (("reshard_after_forward", named),)
+    yield Advice(title, asked, min(waits, share * _transfers(figures)), size, why)
+
+
+def _defer(figures: Figures, devices: Devices, memory: int) -> Iterator[Advice]:
+    """Gradients of microbatches that are summed over devices once."""
+    del devices, memory
+    sizes = {leaf.name: leaf for leaf in figures.state}
+    summed: Counter[str] = Counter()
+    for c in figures.plan.collectives:
+        if c.op == ReduceScatter.op and c.path in sizes:
+            summed[c.path] += c.elements * (c.times or 1)
+    elements = {name: _elements(sizes[name].shape) for name in summed}
+    many = [name for name, n in summed.items() if n >= 2 * elements[name] > 0]
+    waits = _waits(figures, ReduceScatter.op)
+    if many and waits and "defer" not in figures.plan.control.asked("accumulate"):
+        whole = sum(sizes[x].bytes for x in many) * figures.plan.axes.devices
+        most = max(summed[name] / elements[name] for name in many)
+        why = f"gradients of {len(many)} leaves are summed {most:.3g} times a step"
+        asked = (("accumulate", "defer"),)
+        yield Advice("gradients summed once", asked, waits, whole, why)
+
+
+def _buckets(figures: Figures, devices: Devices, memory: int) -> Iterator[Advice]:
+    """Small leaves that move together."""
+    del devices, memory
+    small = [c for c in figures.plan.collectives if 0 < c.wire_bytes < JOINED_BYTES]
+    runs, of_all = (
+        sum(c.times or 1 for c in lines) for lines in (small, figures.plan.collectives)
+    )
+    latency = figures.timeline.latency * runs / max(of_all, 1)
+    saves = min(figures.exposed_seconds, latency)
+    if len(small) > 1 and saves and not any(figures.plan.control.asked("bucket_bytes")):
+        why = f"{runs} of {of_all} transfers send less than {JOINED_BYTES >> 20} MiB"
+        asked = (("bucket_bytes", JOINED_BYTES),)
+        yield Advice("small leaves together", asked, saves, 0, why)
+
+
+def _flags(figures: Figures, devices: Devices, memory: int) -> Iterator[Advice]:
+    """What the compiler can be asked."""
+    gathers, sums = (_waits(figures, op) for op in (AllGather.op, ReduceScatter.op))
+    both = gathers + sums
+    for name, saves, frees in (
+        ("gathers pipelined by XLA", gathers, False),
+        ("four transfers in flight", both, False),
+        ("gathers pipelined over ICI", gathers, False),
+        ("layer scheduler", both, False),
+        ("sums not delayed by XLA", 0.0, True),
+    ):
+        if not (saves or (frees and figures.memory.peak > memory)):
+            continue
+        given = tried(devices, name)
+        if given.items() - dict(figures.compiler_options).items():
+            layer = _layer_of_gradients(figures) if frees else 0
+            why = f"the device waits {seconds_text(saves)} for transfers"
+            if frees:
+                why = "a layer's gradients do not wait for the next layer"
+            yield Advice(name, (("compiler_options", given),), saves, -layer, why)
+
+
+RULES: tuple[Callable[[Figures, Devices, int], Iterator[Advice]], ...] = (
+    _prefetch,
+    _keep_gathered,
+    _defer,
+    _buckets,
+    _flags,
+)
+"""What may help, each with the figures that say so."""
+
+
+def _worth_keeping(line: Collective) -> tuple[float, int, str]:
+    """First what sends most for each byte that is kept, of these the largest."""
+    size = max(_whole([line]), 1)
+    return -line.wire_bytes / size, -size * (line.times or 1), line.path
+
+
+def _waits(figures: Figures, op: str) -> float:
+    return figures.timeline.exposed_by_op.get(op, 0.0)
+
+
+def _transfers(figures: Figures) -> float:
+    return figures.transfer_seconds
+
+
+def _gathers(figures: Figures) -> list[Collective]:
+    """The gathers of leaves of the state."""
+    found = figures.plan.collectives
+    return [c for c in found if c.op == AllGather.op and c.path and not c.parts]
+
+
+def _in_loop(line: Collective) -> bool:
+    return line.times is None or line.times > 1
+
+
+def _phases(lines: Sequence[Collective]) -> set[str]:
+    return {line.phase for line in lines}
+
+
+def _whole(lines: Sequence[Collective] | Iterator[Collective]) -> int:
+    """Bytes of what is gathered, each time, on one device."""
+    return sum(c.wire_bytes * c.devices // max(c.devices - 1, 1) for c in lines)
+
+
+def _layer_of_gradients(figures: Figures) -> int:
+    lines = [c for c in figures.plan.collectives if c.op == ReduceScatter.op]
+    return _whole(c for c in lines if _in_loop(c))
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count

@@ -1,0 +1,210 @@
+"""Finds the options with which a step is fastest on a target, by compiling.
+
+In: a step, a target and a bound on memory. Out: a `Tuning`.
+
+The step is compiled as it is, then with each option that its figures speak for, the
+one that may save most first, and then with those that did save, one after another. The
+same player times all of them.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from shardfn._api.fully_shard import fully_shard
+from shardfn._api.sharded_step import ShardedStep
+from shardfn._api.tuning.advise import advise
+from shardfn._api.tuning.candidates import Candidate, Tuning, choose
+from shardfn._api.tuning.changed_options import with_options
+from shardfn._api.tuning.tuned_options import TunedOptions
+from shardfn._core.errors import ShardingError
+from shardfn._core.limits import TUNED_COMPILATIONS, TUNED_SHARE
+from shardfn.analysis import targets
+from shardfn.analysis.report import Report
+
+Changes = tuple[tuple[str, Any], ...]
+"""Options beside the step's own: names and values."""
+
+
+def tune(
+    step: Callable[..., Any],
+    target: str,
+    *args: Any,
+    memory: int | None = None,
+    compilations: int = TUNED_COMPILATIONS,
+    mesh_shape: tuple[int, ...] | None = None,
+    progress: Callable[[str], None] = lambda stage: None,
+    **named: Any,
+) -> Tuning:
+    """Finds the options with which a step is fastest on machines that are not there.
+
+    Compiles the step for them a few times, which needs the extra `aot` and no
+    accelerator. The same step and target give the same choice. Wire dtypes and the
+    host's memory change results or machines, and are left as the step has them.
+
+    Args:
+      step: a plain step, or what `fully_shard(step, mesh)` makes: its own options are
+        where tuning starts.
+      target: a name as in `shardfn.analysis.targets.target`, such as "h100:64".
+      *args: the step's arguments, arrays or `ShapeDtypeStruct`s; the batch is the
+        global one.
+      memory: bytes that a step may take on each device; the target's if left out.
+      compilations: how many programs are compiled at most.
+      mesh_shape: sizes of the mesh axes there, as in `ShardedStep.on`.
+      progress: called with each stage when it starts.
+      **named: arguments of the step that are passed by name.
+
+    Returns:
+      The candidates with their figures, and the one chosen. Print it, paste its
+      `python()`, or `save` it for `fully_shard(options=path)`.
+
+    Raises:
+      ShardingError: the step cannot be sharded as it is.
+      ValueError: no such target, or `compilations` is less than one.
+      ImportError: the target's compiler is not installed.
+
+    Example:
+      >>> import shardfn
+      >>> found = shardfn.tune(step, "h100:64", state, batch)  # doctest: +SKIP
+      >>> found.save("tuned.json")  # doctest: +SKIP
+      >>> step = shardfn.fully_shard(step, mesh, options="tuned.json")  # doctest: +SKIP
+    """
+    if compilations < 1:
+        raise ValueError(f"compilations={compilations}: pass one or more.")
+    if not isinstance(step, ShardedStep):
+        step = fully_shard(step, targets.mesh(target))
+    there = targets.target(target)
+    search = _Search(step, target, args, named, mesh_shape, progress, compilations)
+    bound = there.memory if memory is None else memory
+    report = search.compiled("as it is", ())
+    rows = advise(report, targets.devices(target), bound)
+    least = TUNED_SHARE * report.step_seconds
+    for row in rows:
+        if row.saves >= least or report.memory.peak > bound:
+            search.tries(row.title, row.options)
+    search.combine(bound)
+    tried = [c.options for c in search.found]
+    options = choose(tuple(search.found), bound).options
+    tuned = _tuned(report, options)
+    return Tuning(
+        report.step,
+        target,
+        bound,
+        tuple(search.found),
+        tuple(row for row in rows if row.options not in tried),
+        tuned,
+    )
+
+
+@dataclass(slots=True)
+class _Search:
+    """What has been compiled so far.
+
+    Attributes:
+      step: the step with its own options.
+      target: the machine's name.
+      args: the step's arguments.
+      named: those passed by name.
+      mesh_shape: sizes of the mesh axes there.
+      progress: called with each stage.
+      left: how many programs may still be compiled.
+      found: what has been.
+    """
+
+    step: ShardedStep[..., Any]
+    target: str
+    args: tuple[Any, ...]
+    named: dict[str, Any]
+    mesh_shape: tuple[int, ...] | None
+    progress: Callable[[str], None]
+    left: int
+    found: list[Candidate] = field(default_factory=list)
+
+    def compiled(self, title: str, options: Changes) -> Report:
+        """Compiles the step with these options."""
+        self.left -= 1
+        number = len(self.found) + 1
+        start = time.perf_counter()
+
+        def show(stage: str) -> None:
+            self.progress(f"{number}. {title}: {stage}")
+
+        report = with_options(self.step, dict(options)).on(
+            self.target,
+            *self.args,
+            mesh_shape=self.mesh_shape,
+            progress=show,
+            **self.named,
+        )
+        self.found.append(
+            Candidate(
+                title,
+                options,
+                report.step_seconds,
+                report.memory.peak,
+                report.verification.wire_bytes,
+                report.exposed_seconds,
+                report.verification.ok,
+                compiling=time.perf_counter() - start,
+            )
+        )
+        return report
+
+    def tries(self, title: str, options: Changes) -> None:
+        """The same, unless all compilations are used up or it has been compiled; what
+        cannot be is a candidate with an error."""
+        if self.left <= 0 or any(c.options == options for c in self.found):
+            return
+        start = time.perf_counter()
+        try:
+            self.compiled(title, options)
+        except (ShardingError, jax.errors.JaxRuntimeError) as error:
+            first = str(error).partition("\n")[0]
+            took = time.perf_counter() - start
+            self.found.append(Candidate(title, options, error=first, compiling=took))
+
+    def combine(self, memory: int) -> None:
+        """Adds to the best option the next best that saves by itself, as long as that
+        saves more."""
+        first = self.found[0]
+        helpful = [
+            c
+            for c in self.found[1:]
+            if c.fits(memory) and c.seconds < first.seconds * (1 - TUNED_SHARE)
+        ]
+        helpful.sort(key=lambda c: c.seconds)
+        for other in helpful[1:]:
+            best = choose(tuple(self.found), memory)
+            together = joined(best.options, other.options)
+            if together is not None and self.left > 0:
+                self.tries(f"{best.title} + {other.title}", together)
+
+
+def joined(some: Changes, others: Changes) -> Changes | None:
+    """Both sets of options; None if they say different things of one."""
+    found = dict(some)
+    for name, value in others:
+        if name not in found:
+            found[name] = value
+        elif isinstance(value, Mapping) and isinstance(found[name], Mapping):
+            if any(found[name].get(key, v) != v for key, v in value.items()):
+                return None
+            found[name] = {**found[name], **value}
+        elif found[name] != value:
+            return None
+    return tuple(found.items())
+
+
+def _tuned(report: Report, options: Changes) -> TunedOptions:
+    target = report.target
+    return TunedOptions(
+        report.step,
+        target.name,
+        target.platform,
+        jax.__version__,
+        *report.plan.structure,
+        options,
+    )

@@ -1,0 +1,148 @@
+"""Options that tuning chose, as a file, and the program that they were chosen for.
+
+In: options, or the path of a file. Out: the file, or the options; an error where the
+program is another one.
+"""
+
+import ast
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jax
+
+from shardfn._core.errors import ShardingError, call_site, called, step_name
+from shardfn._core.leaf_options import LEAF_OPTIONS
+from shardfn._core.leaves import Leaf
+from shardfn._core.program import Program
+from shardfn.analysis._program_hash import structure_of
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class TunedOptions:
+    """Options of `fully_shard`, and what they were chosen for.
+
+    Attributes:
+      step: name of the plain step.
+      target: the machine's name.
+      platform: "cuda" or "tpu", for which the compiler's options are.
+      jax: its version.
+      state: a hash of the names, shapes and dtypes of the state's leaves.
+      program: a hash of the step's operations, without their sizes.
+      options: names and values.
+      place: the file and the call of `fully_shard`, if they come from one.
+    """
+
+    step: str
+    target: str
+    platform: str
+    jax: str
+    state: str
+    program: str
+    options: tuple[tuple[str, Any], ...]
+    place: str = ""
+
+    def of_leaves(self) -> dict[str, Any]:
+        """Those that may differ from leaf to leaf."""
+        return {name: v for name, v in self.options if name in LEAF_OPTIONS}
+
+    def of_compiler(self, platform: str) -> dict[str, Any]:
+        """Those of the compiler, if it is the one that they are for."""
+        same = {"gpu": "cuda"}.get(platform, platform) == self.platform
+        return dict(dict(self.options).get("compiler_options", {})) if same else {}
+
+    def check(self, program: Program, leaves: Sequence[Leaf]) -> None:
+        """Raises if the step is not the one that the options were chosen for.
+
+        Args:
+          program: the traced step.
+          leaves: of its state.
+
+        Raises:
+          ShardingError: its state or its operations are others.
+        """
+        state, operations = structure_of(program, leaves)
+        if (state, operations) == (self.state, self.program):
+            return
+        what = "state" if state != self.state else "operations"
+        versions = ""
+        if self.jax != jax.__version__:
+            versions = f", with jax {self.jax}, where this is {jax.__version__}"
+        raise ShardingError(
+            f"options={self.place}: they were tuned for another program: the {what} of "
+            f"{step_name()} are not those of {self.step} as it was then{versions}.\n"
+            f"{called()}Tune again, or write the options that you want into the call "
+            f"of fully_shard: {self.texts()}."
+        )
+
+    def texts(self) -> str:
+        """The options as users write them."""
+        return ", ".join(f"{n}={v!r}" for n, v in self.options) or "there are none"
+
+
+def write(path: Path, tuned: TunedOptions) -> None:
+    """Writes a file, or leaves the one that is there."""
+    data = {
+        "made_by": "shardfn tune",
+        "format": FORMAT,
+        **{name: getattr(tuned, name) for name in _TEXTS},
+        "options": {name: repr(value) for name, value in tuned.options},
+    }
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        scratch.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+        os.replace(scratch, path)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+_TEXTS = ("step", "target", "platform", "jax", "state", "program")
+
+
+def read(path: str | os.PathLike[str]) -> TunedOptions:
+    """Reads a file that `Tuning.save` wrote.
+
+    Args:
+      path: of the file.
+
+    Returns:
+      The options.
+
+    Raises:
+      ShardingError: there is no such file, or it is not one of tuned options.
+    """
+    place = f"{os.fspath(path)!r}"
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        _refuse(place, f"cannot be read: {error}", error)
+    if not isinstance(data, Mapping) or data.get("format") != FORMAT:
+        _refuse(place, "is of another format")
+    texts = {name: data.get(name) for name in _TEXTS}
+    options = data.get("options")
+    if not all(isinstance(x, str) for x in texts.values()) or not isinstance(
+        options, Mapping
+    ):
+        _refuse(place, f"lacks one of {', '.join(_TEXTS)} and options")
+    try:
+        values = tuple((n, ast.literal_eval(v)) for n, v in options.items())
+    except (ValueError, SyntaxError, TypeError) as error:
+        _refuse(place, f"has a value that is none: {error}", error)
+    for name, _ in values:
+        if name not in (*LEAF_OPTIONS, "compiler_options"):
+            _refuse(place, f"names an option '{name}', which fully_shard does not have")
+    return TunedOptions(**texts, options=values, place=place)  # pyright: ignore
+
+
+def _refuse(place: str, why: str, cause: Exception | None = None) -> NoReturn:
+    raise ShardingError(
+        f"options={place} is no file of tuned options: it {why}.\n"
+        f"  fully_shard was called at {call_site()}\n"
+        "Pass the path of a file that `python -m shardfn tune --out` wrote, or leave "
+        "options= out."
+    ) from cause

@@ -1,0 +1,304 @@
+"""In: steps, candidates with figures of our own, and files of tuned options. Out: which
+options are tried and chosen, what is printed, and steps that take the options.
+"""
+
+import dataclasses
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from plan_helpers import cpu_mesh
+
+import shardfn
+from shardfn._api.tuning.advise import advise
+from shardfn._api.tuning.candidates import Candidate, Tuning, choose
+from shardfn._api.tuning.tune import joined
+from shardfn._api.tuning.tuned_options import TunedOptions, read, write
+from shardfn._core.errors import ShardingError
+from shardfn._core.limits import ADVISED_SHARE, TUNED_SHARE
+
+WIDTH, LAYERS, MICRO = 256, 4, 4
+
+
+def layer(h, w):
+    return jax.nn.relu(h @ w["in"]) @ w["out"] + w["bias"], None
+
+
+def loss_of(weights, rows):
+    h, _ = jax.lax.scan(jax.checkpoint(layer), rows, weights)
+    return jnp.mean(h**2)
+
+
+def train_step(state, batch):
+    loss, grads = jax.value_and_grad(loss_of)(state["weights"], batch)
+    new = jax.tree.map(lambda w, g: w - 0.1 * g, state["weights"], grads)
+    return {**state, "weights": new}, loss
+
+
+def microbatched(state, batch):
+    def add(grads, rows):
+        one = jax.grad(loss_of)(state["weights"], rows)
+        return jax.tree.map(jnp.add, grads, one), None
+
+    zeros = jax.tree.map(jnp.zeros_like, state["weights"])
+    parts = batch.reshape(MICRO, -1, WIDTH)
+    grads, _ = jax.lax.scan(add, zeros, parts)
+    new = jax.tree.map(lambda w, g: w - 0.1 * g, state["weights"], grads)
+    return {**state, "weights": new}, jnp.float32(0)
+
+
+def made(width: int = WIDTH):
+    random = np.random.default_rng(0)
+    shapes = {
+        "in": (LAYERS, width, 2 * width),
+        "out": (LAYERS, 2 * width, width),
+        "bias": (LAYERS, width),
+    }
+    weights = {k: random.normal(0, 0.1, s).astype("f4") for k, s in shapes.items()}
+    return {"weights": weights, "count": np.int32(3)}
+
+
+STATE = made()
+ROWS = np.random.default_rng(1).normal(size=(64, WIDTH)).astype("f4")
+
+
+def candidate(title: str, seconds: float, peak: int, **others) -> Candidate:
+    return Candidate(title, (("prefetch", len(title)),), seconds, peak, **others)
+
+
+FIRST = Candidate("as it is", (), 1.0, 100)
+FASTER = candidate("faster", 0.9, 150)
+HARDLY = candidate("hardly", 1 - TUNED_SHARE / 2, 100)
+SMALLER = candidate("smaller", 1.2, 60)
+REFUSED = Candidate("refused", (), error="it does not fit")
+UNPLANNED = candidate("unplanned", 0.1, 10, as_planned=False)
+
+
+@pytest.mark.parametrize(
+    "others, memory, chosen",
+    [
+        ([FASTER, SMALLER], 200, FASTER),
+        ([FASTER, SMALLER], 120, FIRST),  # the faster does not fit
+        ([FASTER, SMALLER], 70, SMALLER),  # nothing else fits
+        ([FASTER, SMALLER], 10, SMALLER),  # nothing fits: the smallest
+        ([HARDLY], 200, FIRST),  # faster by less than a prediction tells
+        ([REFUSED, UNPLANNED], 200, FIRST),
+        ([REFUSED, UNPLANNED], 10, FIRST),
+    ],
+)
+def test_the_fastest_that_fits_is_chosen(others, memory, chosen) -> None:
+    assert choose((FIRST, *others), memory) is chosen
+
+
+TUNED = TunedOptions("train_step", "h100:8", "cuda", jax.__version__, "s", "p", ())
+
+
+def test_a_table_says_why_each_lost() -> None:
+    all_of_them = (FIRST, FASTER, HARDLY, SMALLER, REFUSED, UNPLANNED)
+    text = str(Tuning("train_step", "h100:8", 120, all_of_them, (), TUNED))
+    assert "train_step on h100:8, within 120 B" in text
+    for line in (
+        "* as it is: nothing that was tried is faster by enough",
+        "  faster: takes 150 B",
+        "  hardly: faster by 0.2%, less than 0.5% that a prediction tells",
+        "  smaller: slower by 200 ms",
+        "  refused: it does not fit",
+        "  unplanned: the compiled program is not as planned",
+    ):
+        assert line in text.splitlines()
+    assert re.search(r"^\*  as it is +1 s +100 B", text, re.MULTILINE)
+    found = Tuning("train_step", "h100:8", 200, all_of_them, (), TUNED)
+    assert "* faster: 1 s become 900 ms" in str(found)
+    assert str(found).endswith(
+        "step = shardfn.fully_shard(\n    train_step,\n    mesh,\n    prefetch=6,\n)"
+    )
+
+
+def test_options_join_unless_they_say_different_things() -> None:
+    some = (("prefetch", 1), ("compiler_options", {"a": 1}))
+    assert joined(some, (("compiler_options", {"b": 2}),)) == (
+        *[("prefetch", 1), ("compiler_options", {"a": 1, "b": 2})],
+    )
+    assert joined(some, (("compiler_options", {"a": 2}),)) is None
+    assert joined(some, (("prefetch", 2),)) is None
+    assert joined(some, (("bucket_bytes", 2),)) == (*some, ("bucket_bytes", 2))
+
+
+def tuned_for(step, *options, state=STATE, batch=ROWS) -> TunedOptions:
+    hashes = shardfn.fully_shard(step, cpu_mesh(8)).plan(state, batch).structure
+    version = jax.__version__
+    return TunedOptions("train_step", "h100:8", "cuda", version, *hashes, options)
+
+
+@pytest.fixture
+def path(tmp_path):
+    compiler = ("compiler_options", {"xla_gpu_enable_latency_hiding_scheduler": True})
+    options = (("prefetch", 1), ("gather_dtype", {"weights/in": "bfloat16"}), compiler)
+    write(tmp_path / "tuned.json", tuned_for(train_step, *options))
+    return tmp_path / "tuned.json"
+
+
+def test_a_file_of_options_counts_as_if_they_were_written_there(path) -> None:
+    """Also on another number of devices and for other batches; options of another
+    platform's compiler do not."""
+    tuned = shardfn.fully_shard(train_step, cpu_mesh(8), options=path)
+    written = shardfn.fully_shard(
+        train_step, cpu_mesh(8), prefetch=1, gather_dtype={"weights/in": "bfloat16"}
+    )
+    plan = tuned.plan(STATE, ROWS)
+    assert str(plan) == str(written.plan(STATE, ROWS)) and "prefetch: 1" in str(plan)
+    new, loss = tuned(tuned.shard(STATE), ROWS)
+    other, same = written(written.shard(STATE), ROWS)
+    jax.tree.map(np.testing.assert_array_equal, (new, loss), (other, same))
+    fewer = shardfn.fully_shard(train_step, cpu_mesh(2), options=str(path))
+    assert "prefetch: 1" in str(fewer.plan(STATE, ROWS[:32]))
+    assert tuned.compiler_options == {}
+    assert read(path).of_compiler("gpu") and not read(path).of_compiler("tpu")
+
+
+def test_options_of_the_call_count_before_those_of_the_file(path) -> None:
+    step = shardfn.fully_shard(train_step, cpu_mesh(8), options=path, prefetch=2)
+    printed = str(step.plan(STATE, ROWS))
+    assert "prefetch: 2" in printed and "gather_dtype: 'bfloat16' for" in printed
+
+
+def other_operations(state, batch):
+    state, loss = train_step(state, batch)
+    return state, jnp.sqrt(loss)
+
+
+@pytest.mark.parametrize(
+    "step, state, what",
+    [
+        (train_step, made(128), "state"),
+        (train_step, {**STATE, "ema": STATE["weights"]["in"]}, "state"),
+        (other_operations, STATE, "operations"),
+        (microbatched, STATE, "operations"),
+    ],
+)
+def test_a_changed_program_is_refused(path, step, state, what) -> None:
+    changed = shardfn.fully_shard(step, cpu_mesh(8), options=path)
+    rows = ROWS[:, : state["weights"]["in"].shape[1]]
+    with pytest.raises(ShardingError) as caught:
+        changed(state, rows)
+    message = str(caught.value)
+    assert f"the {what} of" in message and "tuned for another program" in message
+    assert "tuned.json" in message and "test_tuning.py" in message
+    assert "gather_dtype={'weights/in': 'bfloat16'}" in message
+    jax.tree.map(np.asarray, state)  # it is still there
+
+
+def test_another_version_of_jax_is_named(path) -> None:
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps({**data, "jax": "0.1", "program": "other"}))
+    with pytest.raises(ShardingError, match=r"with jax 0\.1, where this is"):
+        shardfn.fully_shard(train_step, cpu_mesh(8), options=path).plan(STATE, ROWS)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (None, "cannot be read: "),
+        ("{", "cannot be read: "),
+        ("[1]", "is no file of tuned options: it is of another format"),
+        ('{"format": 2}', "is no file of tuned options: it is of another format"),
+        ('{"format": 1}', "lacks one of step, target"),
+        ("prefetch: __import__('os')", "has a value that is none: "),
+        ("prefetched: 1", "names an option 'prefetched', which fully_shard does not"),
+    ],
+)
+def test_a_file_that_is_none_is_refused(path, text, message) -> None:
+    if text is None:
+        path.unlink()
+    elif text[0] in "{[":
+        path.write_text(text)
+    else:
+        name, _, value = text.partition(": ")
+        data = json.loads(path.read_text())
+        path.write_text(json.dumps({**data, "options": {name: value}}))
+    with pytest.raises(ShardingError) as caught:
+        shardfn.fully_shard(train_step, cpu_mesh(8), options=path)
+    assert message in str(caught.value) and "tuned.json" in str(caught.value)
+    assert "test_tuning.py" in str(caught.value)
+
+
+def abstract(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+H100 = "h100:8"
+SHAPES = abstract(STATE), jax.ShapeDtypeStruct((1024, WIDTH), jnp.float32)
+
+
+@pytest.fixture(scope="module")
+def report():
+    step = shardfn.fully_shard(microbatched, cpu_mesh(8), accumulate="scatter")
+    return step.on(H100, *SHAPES)
+
+
+@pytest.mark.aot(H100)
+def test_each_option_that_figures_speak_for_is_advised(report) -> None:
+    devices = shardfn.analysis.targets.devices(H100)
+    rows = advise(report, devices, report.target.memory)
+    assert {name for row in rows for name, _ in row.options} == {
+        *("prefetch", "reshard_after_forward", "accumulate", "bucket_bytes"),
+        "compiler_options",
+    }
+    assert [row.saves for row in rows] == sorted((r.saves for r in rows), reverse=True)
+    assert all(0 < row.saves <= report.exposed_seconds for row in rows)
+    by_name = {row.options[0][0]: row for row in rows}
+    assert "summed 4 times a step" in by_name["accumulate"].why
+    # Two matrices of a layer of 256 x 512 float32, gathered a layer ahead.
+    layer = WIDTH * 2 * WIDTH * 4
+    assert by_name["prefetch"].takes == pytest.approx(2 * layer, rel=0.01)
+    kept = by_name["reshard_after_forward"]
+    assert kept.options[0][1] is False
+    assert kept.takes == pytest.approx(2 * layer * LAYERS * MICRO, rel=0.01)
+    text = str(report)
+    assert "may help; python -m shardfn tune compiles such options" in text
+    assert len(report.advice) > 2 and text.count("saves at most") == 2
+
+
+@pytest.mark.aot(H100)
+def test_advice_keeps_to_what_fits_and_to_what_is_not_asked(report) -> None:
+    devices, free = shardfn.analysis.targets.devices(H100), 3 * 2**20
+    rows = advise(report, devices, report.memory.peak + free)
+    (kept,) = [r for r in rows if r.options[0][0] == "reshard_after_forward"] or [None]
+    assert kept is None or kept.takes <= free
+    assert all(row.takes <= free for row in rows)
+    (lack, *_) = advise(report, devices, report.memory.peak - 1)
+    assert lack.takes < 0 and "frees" in lack.text(1.0)
+    quiet = dataclasses.replace(report.timeline, device=())
+    assert advise(dataclasses.replace(report, timeline=quiet), devices, 2**40) == ()
+    least = ADVISED_SHARE * report.step_seconds
+    few = tuple(dataclasses.replace(r, saves=least / 2) for r in report.advice)
+    assert "may help" not in str(dataclasses.replace(report, advice=few))
+
+
+@pytest.mark.aot(H100)
+def test_tuning_compiles_what_may_help_and_chooses(tmp_path) -> None:
+    stages: list[str] = []
+    found = shardfn.tune(
+        microbatched, H100, *SHAPES, compilations=4, progress=stages.append
+    )
+    assert len(found.candidates) == 4 and found.candidates[0].title == "as it is"
+    assert found.chosen.seconds == min(c.seconds for c in found.candidates)
+    assert found.chosen.options and all(c.as_planned for c in found.candidates)
+    titles = [c.title for c in found.candidates]
+    assert not {row.title for row in found.untried} & set(titles)
+    assert any(s.startswith("4. ") and s.endswith("compiling") for s in stages)
+    path, mesh = tmp_path / "tuned.json", shardfn.analysis.targets.mesh(H100)
+    found.save(path)
+    step = shardfn.fully_shard(microbatched, mesh, options=path)
+    again = step.on(H100, *SHAPES)
+    assert again.step_seconds == pytest.approx(found.chosen.seconds)
+    assert again.memory.peak == found.chosen.peak
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_no_compilation_is_no_tuning(count) -> None:
+    with pytest.raises(ValueError, match=f"compilations={count}: pass one or more"):
+        shardfn.tune(train_step, H100, *SHAPES, compilations=count)
