@@ -152,6 +152,8 @@ class Config:
     """Steps between two checkpoints; zero saves none."""
     keep: int = 3
     """How many checkpoints are kept."""
+    eval_every: int = 0
+    """Steps between two losses on held-out text; zero takes one at the end."""
     batch_size: int = 32
     """Windows in a batch, over all processes."""
     seed: int = 0
@@ -171,6 +173,10 @@ class Config:
             raise ConfigError(
                 f"--save-every {self.save_every} --keep {self.keep}: give at least 0 "
                 "and 1; --save-every 0 saves nothing."
+            )
+        if self.eval_every < 0:
+            raise ConfigError(
+                f"--eval-every {self.eval_every}: give a number of steps, or 0."
             )
         if self.plain and self.plan:
             raise ConfigError("--plan needs shardfn: leave --plain out.")

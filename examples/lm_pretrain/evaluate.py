@@ -1,9 +1,26 @@
-"""Held-out loss: a state and batches in, nats and perplexity out."""
+"""Held-out loss: a state and batches in, nats and perplexity out.
+
+python examples/lm_pretrain/evaluate.py --run-dir runs/NAME --devices 8
+"""
 
 import dataclasses
 import math
+import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
+
+import jax
+import machine
+import tyro
+from config import ConfigError, from_json
+from data import heldout_batches, pack
+from documents import DataError, load_documents, split
+from saving import SaveError, read_last
+from step import eval_step
+from tokens import load_tokenizer
+
+import shardfn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,3 +52,44 @@ def evaluate(
         nats += float(metrics["total"])
         tokens += float(metrics["count"])
     return Heldout(nats, int(tokens), size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Flags:
+    """Prints the loss of a run's last checkpoint on the text that it held out."""
+
+    run_dir: str
+    devices: int | None = None
+    """Make this many CPU devices; none stands for the devices that JAX finds."""
+
+
+def main(flags: Flags) -> tuple[int, Heldout]:
+    """Returns the number of the last checkpoint, and its loss. Parameters alone are
+    read, each device its shards."""
+    config = from_json(Path(flags.run_dir) / "config.json")
+    alone = dict(devices=flags.devices, coordinator=None, plain=False)
+    config = dataclasses.replace(config, process_count=1, process_id=0, **alone)
+    machine.start(config)
+    config.check_devices(jax.device_count())
+    on = machine.prepare(config)
+    like = on.abstract_state
+    number, read = read_last(Path(flags.run_dir), on.train, {"params": like.params})
+    step = shardfn.fully_shard(
+        lambda params, batch: eval_step(like.replace(params=params), batch),
+        on.train.mesh,
+    )
+    tokenizer = load_tokenizer(config.data)
+    text = pack(split(load_documents(config.data))[1], tokenizer)
+    batches = heldout_batches(text, config.model.context, on.share)
+    return number, evaluate(step, read["params"], batches, text.bytes)
+
+
+if __name__ == "__main__":
+    try:
+        number, loss = main(tyro.cli(Flags))
+    except (ConfigError, DataError, SaveError, shardfn.ShardingError) as error:
+        sys.exit(f"error: {error}")
+    print(
+        f"step {number}: held-out loss {loss.per_byte:.3f} nats/byte (perplexity "
+        f"{loss.perplexity:.2f} per token)"
+    )

@@ -47,8 +47,11 @@ def train(
     save: Save,
     save_every: int,
     must_stop: Callable[[int], bool],
+    validate: Callable[[int, Any], None] = lambda number, state: None,
+    eval_every: int = 0,
 ) -> Trained:
-    """Takes the steps `numbers`; saves every so many, at the end, and when stopped."""
+    """Takes the steps `numbers`; saves every so many, at the end, and when stopped;
+    validates every so many."""
     pending, losses, number = None, [], numbers.start - 1
     for number in numbers:
         batch = next(batches)
@@ -62,6 +65,11 @@ def train(
             pending = None
             if save_every:
                 save(number, state, batches.get_state())
+        if eval_every and number % eval_every == 0:
+            if pending:
+                losses.append(settle(pending, state, metrics))
+                pending = None
+            validate(number, state)
         if stops:
             break
     return Trained(state, number, losses)

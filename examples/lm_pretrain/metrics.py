@@ -1,6 +1,7 @@
 """Where numbers of a run go: a progress bar, JSON lines, TensorBoard and a plot."""
 
 import contextlib
+import datetime
 import json
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ import flops
 from config import Config, ConfigError
 from files import put_away, write_whole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from step import make_schedule
 
 PRINT_SECONDS = 10
 """Between two lines, where the output is no terminal and a bar would not move."""
@@ -27,13 +29,21 @@ class Metrics:
         self.writes = writes  # one process of several does
         self.step = self.measured = done
         self.since: float | None = None
+        self.started = time.perf_counter()
+        self.schedule = make_schedule(config.optimizer, config.steps)
         self.speed = 0.0
         self.peak = flops.peak()
         self.flops_per_token = flops.per_token(config.model)
         self.stack = contextlib.ExitStack()
         if writes:
+            kept = read(folder / "metrics.jsonl")
+            times = [line.get("seconds", 0.0) for line in kept if line["step"] <= done]
+            self.before = max(times, default=0.0)  # of the runs that this one goes on
             self.file = self.stack.enter_context(
                 keep_until(folder / "metrics.jsonl", done)
+            )
+            self.heldout = self.stack.enter_context(
+                keep_until(folder / "heldout.jsonl", done)
             )
             self.board = self.tensorboard(done) if config.log.tensorboard else None
         self.progress = Progress(
@@ -91,6 +101,9 @@ class Metrics:
             "tokens_per_second": self.speed,
             "mfu": self.mfu,
             "memory_bytes": flops.memory_in_use(),
+            "learning_rate": float(self.schedule(step - 1)),
+            "tokens": step * self.config.batch_size * self.config.model.context,
+            "seconds": self.before + now - self.started,
         }
         self.write(json.dumps(numbers) + "\n")
         if self.board:
@@ -103,12 +116,34 @@ class Metrics:
             self.printed = now
             print(f"step {step}/{self.config.steps}  {self.line(numbers)}", flush=True)
 
-    def write(self, line: str) -> None:
+    def add_heldout(self, step: int, per_token: float, per_byte: float) -> None:
+        """Notes the loss on held-out text, in nats, after a step."""
+        if not self.writes:
+            return
+        line = {"step": step, "loss": per_token, "per_byte": per_byte}
+        self.write(json.dumps(line) + "\n", self.heldout)
+        if self.board:
+            self.board.add_scalar("heldout_loss", per_token, step)
+        self.progress.console.print(
+            f"step {step}/{self.config.steps}  held-out loss {per_token:.3f} per token"
+            f"  {per_byte:.3f} per byte"
+        )
+
+    def write(self, line: str, file: Any = None) -> None:
+        file = file or self.file
         try:
-            self.file.write(line)
-            self.file.flush()
+            file.write(line)
+            file.flush()
         except OSError as error:  # which file it was is in no message of Python's
-            raise OSError(error.errno, error.strerror, self.file.name) from None
+            raise OSError(error.errno, error.strerror, file.name) from None
+
+    def left(self, step: int) -> str:
+        """How long the run still takes, at its speed."""
+        if not self.speed:
+            return ""
+        tokens = self.config.batch_size * self.config.model.context
+        seconds = (self.config.steps - step) * tokens / self.speed
+        return f"  {datetime.timedelta(seconds=round(seconds))} left"
 
     @property
     def mfu(self) -> float | None:
@@ -122,7 +157,7 @@ class Metrics:
         speed = f"{self.speed:,.0f} tokens/s  {used}  " if self.speed else ""
         return (
             f"loss {numbers['loss']:.3f}  grad {numbers['grad_norm']:.2f}  {speed}"
-            f"{numbers['memory_bytes'] / 1e9:.1f} GB"
+            f"{numbers['memory_bytes'] / 1e9:.1f} GB{self.left(numbers['step'])}"
         )
 
 
@@ -184,6 +219,12 @@ def plot(folder: Path) -> str:
     lines = read(folder / "metrics.jsonl")
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     axes.plot([x["step"] for x in lines], [x["loss"] for x in lines], linewidth=1)
+    if held := read(folder / "heldout.jsonl"):
+        label = "held-out text"
+        axes.plot(
+            [x["step"] for x in held], [x["loss"] for x in held], "o-", label=label
+        )
+        axes.legend()
     axes.set(xlabel="step", ylabel="loss, nats per token", title=folder.name)
     axes.grid(alpha=0.3)
     path = folder / "loss.png"

@@ -16,16 +16,20 @@ from models import Batch, make_model
 Metrics = dict[str, jax.Array]
 
 
-@functools.cache  # equal configs give the same functions: they are static in a state
-def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    warmup = min(config.warmup_steps, steps // 2)
-    schedule = optax.warmup_cosine_decay_schedule(
+def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
+    """Returns the learning rate of an update, counted from 0."""
+    return optax.warmup_cosine_decay_schedule(
         init_value=0.0,
         peak_value=config.learning_rate,
-        warmup_steps=warmup,
+        warmup_steps=min(config.warmup_steps, steps // 2),
         decay_steps=steps,
         end_value=config.learning_rate / 10,
     )
+
+
+@functools.cache  # equal configs give the same functions: they are static in a state
+def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+    schedule = make_schedule(config, steps)
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
         optax.adamw(schedule, b2=0.98, weight_decay=config.weight_decay),

@@ -66,12 +66,17 @@ def main(config: Config) -> Report | None:
         print(on.train.plan(on.abstract_state, next(batches)))
         return None
     # Before the training, so that a text that is too short does not show up after it.
-    held = heldout_batches(heldout, config.model.context, on.share)
+    heldout_batches(heldout, config.model.context, on.share)
+
+    def measure(state: Any) -> Heldout:
+        batches = heldout_batches(heldout, config.model.context, on.share)
+        return evaluate(on.evaluate, state, on.feed(batches), heldout.bytes)
+
     folder = open_run(config)
     several = jax.process_count() > 1
     with Stopping(several) as stopping, Saves(config, folder, on, text) as saves:
         trained, speed = train_from_last_save(
-            config, on, batches, folder, saves, stopping
+            config, on, batches, folder, saves, stopping, measure
         )
         if trained.number < config.steps:
             again = f"saved; it goes on with --run-dir {folder}"
@@ -81,7 +86,7 @@ def main(config: Config) -> Report | None:
             return None
         saves.wait()
         stopping.training = False
-        loss = evaluate(on.evaluate, trained.state, on.feed(held), heldout.bytes)
+        loss = measure(trained.state)
     if config.log.plot and jax.process_index() == 0:
         print(plot(folder))
     unigram = unigram_entropy(heldout_texts)
@@ -95,6 +100,7 @@ def train_from_last_save(
     folder: Path,
     saves: Saves,
     stopping: Stopping,
+    measure: Callable[[Any], Heldout],
 ) -> tuple[Trained, float]:
     """Returns what was trained, and tokens per second."""
     resumed = saves.resume()
@@ -113,11 +119,18 @@ def train_from_last_save(
     state = resumed.state if resumed else on.init()
     is_first = jax.process_index() == 0
     with Metrics(config, folder, done, writes=is_first) as metrics:
+
+        def validate(number: int, state: Any) -> None:
+            loss = measure(state)
+            metrics.add_heldout(number, loss.nats / loss.tokens, loss.per_byte)
+
         trained = train(
             *(on, state, batches, range(done + 1, config.steps + 1), metrics),
             save=saves.save,
             save_every=config.save_every,
             must_stop=stopping.must_stop,
+            validate=validate,
+            eval_every=config.eval_every,
         )
     return trained, metrics.speed
 

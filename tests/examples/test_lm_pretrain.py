@@ -9,11 +9,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import evaluate
 import jax
 import numpy as np
 import pytest
 from config import PRESETS, Config, ConfigError, ModelConfig, from_json, with_preset
 from evaluate import Heldout
+from evaluate import main as measure_run
 from loop import Diverged
 from machine import give_up, wait_for_first
 from models import count_parameters, make_model
@@ -38,7 +40,16 @@ def with_model(config: Config, **changes) -> Config:
 )
 def test_sharded_losses_are_the_plain_losses(tiny, family, dropout):
     config = with_model(tiny, family=family, dropout=dropout)
+    config = dataclasses.replace(config, eval_every=2, save_every=3)
     sharded = main(config)
+    number, again = measure_run(evaluate.Flags(str(sharded.folder)))
+    assert (number, again.tokens) == (3, sharded.heldout.tokens)
+    np.testing.assert_allclose(again.nats, sharded.heldout.nats, rtol=1e-6)
+    found = (sharded.folder / "heldout.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in found]
+    assert [x["step"] for x in found] == [2]
+    assert sharded.heldout.per_byte < found[0]["per_byte"] < 6
+    config = dataclasses.replace(config, run_dir=f"{config.run_dir}_plain")
     plain = main(dataclasses.replace(config, plain=True))
     assert len(plain.losses) == 3
     # bfloat16 products are rounded in another order: 8 bits of mantissa, averaged.
@@ -46,8 +57,14 @@ def test_sharded_losses_are_the_plain_losses(tiny, family, dropout):
     np.testing.assert_allclose(sharded.heldout.nats, plain.heldout.nats, rtol=1e-3)
     assert sharded.unigram == plain.unigram
     steps = (sharded.folder / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in steps] == [1, 2, 3]
-    assert from_json(sharded.folder / "config.json") == dataclasses.replace(
+    lines = [json.loads(line) for line in steps]
+    assert [x["step"] for x in lines] == [1, 2, 3]
+    assert [x["tokens"] for x in lines] == [256, 512, 768]
+    # Of 3 steps the first warms up, from nothing.
+    rates = [x["learning_rate"] for x in lines]
+    assert rates[0] == 0 and rates[1] == pytest.approx(4e-3) and 0 < rates[2] < 4e-3
+    assert 0 < lines[0]["seconds"] < lines[1]["seconds"] < lines[2]["seconds"]
+    assert from_json(plain.folder / "config.json") == dataclasses.replace(
         config, plain=True
     )
 
