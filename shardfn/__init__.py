@@ -29,6 +29,8 @@ from shardfn._core.make_rule import make_rule as make_rule
 from shardfn._core.op_sharding_rule import OpShardingRule as OpShardingRule
 from shardfn._core.op_sharding_rule import factor_names as factor_names
 from shardfn._core.processes import assert_processes_agree as assert_processes_agree
+from shardfn._core.quantized_leaf import QuantizedLeaf as QuantizedLeaf
+from shardfn._core.quantized_leaf import quantize_leaves as quantize_leaves
 from shardfn._core.rule_registry import LocalOp as LocalOp
 from shardfn._core.rule_registry import register_rule as register_rule
 from shardfn.analysis.collective import Collective as Collective

@@ -30,13 +30,14 @@ from shardfn._core.plan import (
     Transfer,
 )
 from shardfn._core.program import Node, Program, aval_of
+from shardfn._core.quantized_leaf import bits_of, dequantize_p
 from shardfn._core.sharding import Axes, Sharding, local_shape
 from shardfn._core.step_order import last_uses, together
 from shardfn._lowering.block_loop import run_blocks, transfer
 from shardfn._lowering.control_flow import ControlFlow, typed
 from shardfn._lowering.extremum_jvp import Extreme
 from shardfn._lowering.operations import Cut, is_picked, run_op
-from shardfn._lowering.reshards import move_along, move_together
+from shardfn._lowering.reshards import Bits, move_along, move_together, reads_of
 
 Arrays = Sequence[jax.Array]
 
@@ -92,6 +93,7 @@ class _Run:
     picked: set[Ref] = field(default_factory=set)
     cut: Cut | None = None
     copies: dict[Ref, list[jax.Array]] = field(default_factory=dict)
+    bits: dict[Ref, Bits] = field(default_factory=dict)
 
     def run(self, args: Arrays) -> list[jax.Array]:
         program = self.program
@@ -191,9 +193,12 @@ class _Run:
         both = lax.optimization_barrier(both)
         self.env[step.source], self.env[step.result] = both
 
-    def tied(self, step: Reshard) -> jax.Array:
+    def tied(self, step: Reshard) -> Any:
         """What a move moves, no earlier than what it waits for."""
         x = self.env[step.source]
+        if any(step.written) and not step.auto and step.source in self.bits:
+            after = None if step.after is None else self.env[step.after]
+            return self.bits[step.source].behind(after)
         if step.after is None:
             return x
         if len(step.path) == 1:
@@ -206,11 +211,6 @@ class _Run:
         it: a compiler drops from a barrier what nothing reads behind it."""
         x, self.env[after] = barrier(x, self.env[after])
         return x
-
-    def uses(self, ref: Ref) -> int:
-        """How many operands of operations a version is."""
-        steps = (s for s in self.plan.run[0] if isinstance(s, Apply))
-        return sum(step.operands.count(ref) for step in steps)
 
     def moved(self, step: Reshard, x: jax.Array) -> list[jax.Array]:
         """What a move makes: one array, or one for each use."""
@@ -226,9 +226,7 @@ class _Run:
         if extreme is not None:
             reduces = min(extreme.moves, count)
             x = extreme.reduced(x, lambda x: run(0, reduces, x)[0])
-        apart = any(step.written) and self.axes.reads_apart
-        copies = max(1, self.uses(step.result)) if apart else 1
-        return run(reduces, count, x, copies=copies)
+        return run(reduces, count, x, copies=reads_of(step, self.plan, self.axes))
 
     # Memories
 
@@ -303,6 +301,9 @@ class _Run:
             self.extremes[Ref(node.outputs[0])] = extreme
         if is_picked(step, node):
             self.picked.add(Ref(node.outputs[0]))
+        if node.eqn.primitive is dequantize_p:
+            bits = bits_of(*operands)
+            self.bits[Ref(node.outputs[0])] = Bits(*bits, results[0].dtype)
         return results
 
     def flow(self, step: Apply, node: Node, imports: Arrays) -> ControlFlow:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardfn._core.moves import ExchangeTerms
+from shardfn._core.quantize import pack, unpack
 from shardfn._core.quantized import Quantized
 from shardfn._core.sharding import Axes, along
 from shardfn._lowering.move_lowerings import (
@@ -25,7 +26,6 @@ from shardfn._lowering.move_lowerings import (
     to_scatter,
     varying,
 )
-from shardfn._lowering.quantize import pack, unpack
 
 
 @lowering(ExchangeTerms)

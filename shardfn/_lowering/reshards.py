@@ -7,7 +7,7 @@ local blocks in the sharding that the moves end in.
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +17,37 @@ from shardfn._core import compat
 from shardfn._core.automatic_axes import auto_names, auto_spec
 from shardfn._core.barrier import barrier
 from shardfn._core.line_names import line_name
-from shardfn._core.plan import Place, Reshard
+from shardfn._core.plan import Apply, BodyPlan, Place, Reshard
+from shardfn._core.quantize import as_bytes, dequantize, of_bytes, quantize
 from shardfn._core.quantized import SCALE_BYTES, Quantized
 from shardfn._core.sharding import Axes
 from shardfn._lowering.joined_collectives import run_together
-from shardfn._lowering.quantize import as_bytes, dequantize, of_bytes, quantize
+
+
+class Bits(NamedTuple):
+    """A value as its leaf is stored: its elements and scales, and the dtype in which it
+    is read."""
+
+    elements: jax.Array
+    scales: jax.Array
+    dtype: Any
+
+    def behind(self, after: jax.Array | None) -> "Bits":
+        """The same, made no earlier than `after`."""
+        if after is None:
+            return self
+        elements, scales, _ = barrier(self.elements, self.scales, after)
+        return Bits(elements, scales, self.dtype)
+
+
+def reads_of(step: Reshard, plan: BodyPlan, axes: Axes) -> int:
+    """How often what a move makes is to be read out of its bytes: once for each operand
+    that it is where compilers read inside of matmuls, or else once."""
+    if not any(step.written) or not axes.reads_apart:
+        return 1
+    steps = (s for s in plan.run[0] if isinstance(s, Apply))
+    return max(1, sum(s.operands.count(step.result) for s in steps))
+
 
 Run = Callable[[jax.Array], list[jax.Array]]
 
@@ -56,6 +82,8 @@ def move_along(
 
     run: Run = as_planned
     moved = _on_wire(step, x)
+    if isinstance(x, Bits):
+        return as_planned(x)
     if any(move.quantized for move in moves):
         run = _with_derivative(run, exact)
     elif picked and jnp.issubdtype(moved.dtype, jnp.floating):
@@ -145,7 +173,10 @@ def _in_bits(
     """Blocks of which elements and scales are moved: of one value by a collective each,
     of which compilers make one; of several, all in one as bytes."""
     hows = [how for step in steps if (how := step.moves[group[0]].packed_as)]
-    made = [quantize(x, how) for x, how in zip(given, hows, strict=True)]
+    made = [
+        x[:2] if isinstance(x, Bits) else quantize(x, how)
+        for x, how in zip(given, hows, strict=True)
+    ]
     elements, scales = [e for e, _ in made], [s for _, s in made]
     shapes = [step.part_shape for step in steps]
     few = [how.scales(shape) for how, shape in zip(hows, shapes, strict=True)]
@@ -188,8 +219,8 @@ def _read(
     return made
 
 
-def _on_wire(step: Reshard, x: jax.Array) -> jax.Array:
-    if str(x.dtype) == step.dtype:
+def _on_wire(step: Reshard, x: Any) -> Any:
+    if isinstance(x, Bits) or str(x.dtype) == step.dtype:
         return x
     return lax.convert_element_type(x, step.dtype)
 

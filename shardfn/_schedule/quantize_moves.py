@@ -15,9 +15,10 @@ from shardfn._core.limits import QUANTIZED_ELEMENTS
 from shardfn._core.moves import AllGather, AllReduce, ReduceScatter, moves_of
 from shardfn._core.option_values import WireDtype
 from shardfn._core.phases import UPDATE
-from shardfn._core.plan import BodyPlan, Reshard
+from shardfn._core.plan import BodyPlan, Ref, Reshard
 from shardfn._core.program import Program
 from shardfn._core.quantized import Quantized, find_blocks, is_quantized
+from shardfn._core.quantized_leaf import dequantize_p, written_as
 from shardfn._core.reasons import Note, noted
 from shardfn._core.sharding import (
     Axes,
@@ -27,6 +28,7 @@ from shardfn._core.sharding import (
     is_flat,
     local_shape,
     on_axis,
+    stored_shape,
 )
 from shardfn._schedule.bodies import inside
 from shardfn._schedule.wire_dtypes import is_floating, sums_gradient
@@ -41,6 +43,11 @@ UNDIVIDED = (
     "exact: {option} asks for blocks of {block}, and no dimension of a shard can be "
     "cut into equal blocks of that or down to half of it (limits.BLOCK_PART)"
 )
+FLATTENED = (
+    "exact: {option} quantizes along a dimension, and shards are cut out of the "
+    "flattened value; shard= may name a dimension that blocks divide"
+)
+AS_STORED = "moves in the eight bits that its leaf is stored in"
 WRITTEN = "quantized over {axis} to {dtype}, {block} along dimension {dim} to a scale"
 
 
@@ -59,11 +66,33 @@ def quantize(
       The plan.
     """
     body = inside(program, body, lambda p, b: quantize(p, b, control, axes))
-    steps = tuple(
-        _chosen(program, step, control, axes) if isinstance(step, Reshard) else step
-        for step in body.steps
-    )
-    return replace(body, steps=steps)
+    read = {
+        Ref(node.outputs[0]): written_as(node.eqn)
+        for node in program.nodes
+        if node.kind == "op" and node.eqn.primitive is dequantize_p
+    }
+    steps = []
+    for step in body.steps:
+        if isinstance(step, Reshard) and (how := read.get(step.source)):
+            step = _as_stored(step, how, axes)
+        elif isinstance(step, Reshard):
+            step = _chosen(program, step, control, axes)
+        steps.append(step)
+    return replace(body, steps=tuple(steps))
+
+
+def _as_stored(step: Reshard, how: Quantized, axes: Axes) -> Reshard:
+    """A gather of a leaf that is stored quantized, in the bytes that it is stored in,
+    where devices hold whole blocks of it."""
+    start, shape = step.path[0], step.part_shape
+    if is_flat(start) or stored_shape(shape, start, axes)[how.dim] != shape[how.dim]:
+        return step
+    divides = local_shape(shape, start, axes)[how.dim] % how.block == 0
+    if not divides or not all(isinstance(m, AllGather) for m in moves_of(step.path)):
+        return step
+    gathered = {move.axis for move in moves_of(step.path)}
+    written = tuple(how if a in gathered else None for a in range(len(axes.names)))
+    return replace(_noted(step, AS_STORED), written=written)
 
 
 def _chosen(program: Program, step: Reshard, control: Control, axes: Axes) -> Reshard:
@@ -110,7 +139,8 @@ def _quantized(
                 "divides a dimension of a shard of it, or do not name it."
             )
         if found is None:
-            text = UNDIVIDED.format(option=option, block=asked.quantize_block)
+            text = FLATTENED if is_flat(smallest) else UNDIVIDED
+            text = text.format(option=option, block=asked.quantize_block)
             return _noted(step, text)
         dim, block = found
         rounding = "nearest" if option == GATHER else asked.reduce_rounding

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from shardfn._core.quantize import dequantize, pack, quantize, unpack
 from shardfn._core.quantized import DTYPES, Quantized, find_blocks
 from shardfn._core.sharding import Axes, Split, flat
-from shardfn._lowering.quantize import dequantize, pack, quantize, unpack
 
 FLOAT32 = jnp.dtype("float32")
 STEPS = {"int8": 1 / 127, "float8_e4m3fn": 32 / 448, "float8_e5m2": 8192 / 57344}

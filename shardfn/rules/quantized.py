@@ -1,0 +1,28 @@
+"""The rule of reading leaves that are stored in eight bits an element.
+
+In: an equation of `dequantize_p`. Out: its rule: blocks of the last dimension stay
+together.
+"""
+
+from jax.extend.core import JaxprEqn
+
+from shardfn._core.make_rule import make_rule
+from shardfn._core.op_sharding_rule import OpShardingRule, factor_names
+from shardfn._core.quantized_leaf import dequantize_p
+from shardfn._core.rule_registry import register_rule
+from shardfn.rules._factors import shape_of
+
+
+@register_rule(dequantize_p)
+def _dequantize(eqn: JaxprEqn) -> OpShardingRule:
+    """`a (b c), a b -> a (b c)  whole={c}` for blocks of `c` elements."""
+    shape, block = shape_of(eqn), eqn.params["block"]
+    *front, blocks, inside = factor_names(len(shape) + 1)
+    elements = [*front, (blocks, inside)]
+    return make_rule(
+        eqn,
+        [elements, [*front, blocks]],
+        [elements],
+        sizes={blocks: shape[-1] // block, inside: block},
+        whole=[inside],
+    )
