@@ -135,4 +135,6 @@ def test_choices_count_the_bytes_that_the_plan_says(name, options, monkeypatch) 
     plan = shard(programs.get(name), cpu_mesh(8), min_size=8, **options).plan
     (planned,) = found
     counted = sent(planned.program, planned.body, planned.axes)
-    assert abs(counted.bytes - plan.wire_bytes) <= sum(c.times or 1 for c in plan.collectives)
+    assert abs(counted.bytes - plan.wire_bytes) <= sum(
+        c.times or 1 for c in plan.collectives
+    )
