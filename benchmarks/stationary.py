@@ -40,10 +40,11 @@ TARGETS = {
 OURS: dict[str, dict[str, Any]] = {
     "gathered": {"stationary": False},
     "chosen": {},
+    "by use": {"use": True},
     "asked": {"columns": True},
 }
-"""All leaves gathered; the default; and the default with leaves stored on the best
-dimensions."""
+"""All leaves gathered; the default; the default with leaves stored on the dimensions
+that `best_dimensions` finds; and on those that are best by hand."""
 JIT = {"jit": {}, "jit asked": {"columns": True}}
 Row = dict[str, Any]
 
@@ -57,10 +58,14 @@ def sharded(case: Case, program: str, mesh: Mesh) -> shardfn.ShardedStep[..., An
     """The step with the options that a program's name stands for."""
     name, spec = split_name(case, program)
     options = dict((OURS | JIT)[name])
-    columns = case.columns if options.pop("columns", False) else None
-    return shardfn.fully_shard(
-        case.step, mesh, shard=columns, batch_spec=case.batch_specs[spec], **options
-    )
+    asked, use = (options.pop(key, False) for key in ("columns", "use"))
+    specs: dict[str, Any] = {"batch_spec": case.batch_specs[spec]}
+    if use:
+        by_shape = shardfn.fully_shard(case.step, mesh, **specs)
+        dims = by_shape.best_dimensions(*case.args)
+    else:
+        dims = case.columns if asked else None
+    return shardfn.fully_shard(case.step, mesh, shard=dims, **specs, **options)
 
 
 def split_name(case: Case, program: str) -> tuple[str, str]:

@@ -10,7 +10,7 @@ Row = Mapping[str, Any]
 Rows = Mapping[str, Row]
 """By program."""
 
-COLUMNS = ("gathered", "chosen", "asked", "jit", "jit asked")
+COLUMNS = ("gathered", "chosen", "by use", "asked", "jit", "jit asked")
 OF_DECODING = (
     "program",
     "sent",

@@ -14,7 +14,6 @@ from shardfn._core.limits import (
     DIMENSION_SWEEPS,
     STATIONARY_BYTES,
     STATIONARY_GROUPS,
-    STATIONARY_PART,
     STATIONARY_SHARE,
 )
 from shardfn._core.sharding import Sharding, Split, on_axis
@@ -46,7 +45,7 @@ def choose_dimensions(planner: Planner, fixed: frozenset[str]) -> dict[str, int]
     made, _ = search.stored(found).choose()
     saved = now.price - sent(*made, planner.axes).price
     worth = max(STATIONARY_BYTES, STATIONARY_SHARE * now.bytes)
-    return dict(found) if saved >= worth else {}
+    return dict(sorted(found.items())) if saved >= worth else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +77,7 @@ class _Search:
                     size + use.times * use.gathered,
                     least + (use.times * use.least),
                 )
-        small = {k for k, (size, x) in gathered.items() if x <= STATIONARY_PART * size}
+        small = {k for k, (size, least) in gathered.items() if least < size}
         met = may.intersection(leaves_met(program, body)) - gathered.keys()
         shapes = _shapes(planner)
         alike: dict[object, set[str]] = {}
@@ -140,7 +139,7 @@ class _Search:
                 and dim not in taken
                 and now[name] is not None
             ):
-                yield dict.fromkeys(group, dim)
+                yield dict.fromkeys(sorted(group), dim)
 
     def now(self) -> dict[str, int | None]:
         """The dimension of each leaf that is split now."""

@@ -38,7 +38,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "gather_dtype": ("float32", "bfloat16"),
     "donate": (False,),
     "shard": (False, {"*0": False}),
-    "stationary": (True, {"*0": True}),
+    "stationary": (True, False, {"*0": True}),
 }
 
 
