@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import shutil
+import textwrap
 import typing
 from pathlib import Path
 from typing import Any, Literal
@@ -221,15 +223,23 @@ class Config:
 
 
 def describe(config: Config) -> str:
-    """Returns every choice, one line per group."""
+    """Returns every choice, by groups, in lines that fit the terminal."""
     groups = {"run": {}}
     for name, value in dataclasses.asdict(config).items():
         if isinstance(value, dict):
             groups[name] = value
         else:
             groups["run"][name] = value
+    columns = max(shutil.get_terminal_size().columns, 40)
     return "\n".join(
-        f"{group + ':':<11}" + " ".join(f"{k}={v}" for k, v in choices.items())
+        textwrap.fill(
+            " ".join(f"{k}={v}" for k, v in choices.items()),
+            width=columns,
+            initial_indent=f"{group + ':':<11}",
+            subsequent_indent=" " * 11,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
         for group, choices in groups.items()
     )
 

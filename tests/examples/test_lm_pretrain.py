@@ -13,7 +13,15 @@ import evaluate
 import jax
 import numpy as np
 import pytest
-from config import PRESETS, Config, ConfigError, ModelConfig, from_json, with_preset
+from config import (
+    PRESETS,
+    Config,
+    ConfigError,
+    ModelConfig,
+    describe,
+    from_json,
+    with_preset,
+)
 from evaluate import Heldout
 from evaluate import main as measure_run
 from loop import Diverged
@@ -259,3 +267,10 @@ def test_a_document_does_not_see_its_neighbours(tiny, family):
     first = logits([5, 6, 7, 8, 9], [0] * 5, [*range(5)])
     second = logits([1, 2, 3], [0] * 3, [*range(3)])
     np.testing.assert_allclose(both, np.concatenate([first, second]), atol=1e-5)
+
+
+def test_the_header_fits_the_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    text = describe(Config())
+    assert max(map(len, text.splitlines())) <= 80
+    assert "run:       preset=1m" in text and "learning_rate=0.004" in text
