@@ -146,6 +146,9 @@ TRIED = {
         CompilerOption(
             "tpu", (("xla_tpu_enable_latency_hiding_layer_scheduler", "true"),)
         ),
+        CompilerOption(
+            "tpu", (("xla_tpu_enable_sparse_core_collective_aggregator", "true"),)
+        ),
     ),
 }
 """What is not set by itself, for it helps some steps and costs others memory or time:

@@ -5,16 +5,20 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
+from compilers import aot
 from jax.sharding import AxisType
 
 import shardfn
 from shardfn._lowering import xla_options
 from shardfn._lowering.xla_options import (
+    TRIED,
     CompilerOption,
     compiler_options,
     refusal,
     set_elsewhere,
+    tried,
 )
+from shardfn.analysis import targets
 
 LIMIT = "xla_gpu_experimental_parallel_collective_overlap_limit"
 HIDING = ("xla_gpu_enable_latency_hiding_scheduler", True)
@@ -225,3 +229,27 @@ def test_numbers_and_flags_are_not_the_same_to_a_compiler():
     number = refusal(device, (("xla_embed_ir_in_executable", 1),))
     assert "'1' is not a valid bool value" in number
     assert refusal(device, (("xla_embed_ir_in_executable", True),)) == ""
+
+
+TPU = "tpu:v5p:2x2x2"
+
+
+@pytest.mark.parametrize(
+    "target, names",
+    [
+        aot(
+            "h100:8",
+            {
+                "gathers pipelined by XLA",
+                "sums not delayed by XLA",
+                "four transfers in flight",
+            },
+        ),
+        aot(TPU, {"gathers pipelined over ICI", "layer scheduler"}),
+    ],
+)
+def test_what_tuning_tries_is_known_to_the_compiler(target, names) -> None:
+    given = {name: tried(targets.devices(target), name) for name in TRIED}
+    assert {name for name, options in given.items() if options} == names
+    for name in names:
+        assert len(given[name]) == len(TRIED[name])
