@@ -93,6 +93,15 @@ def test_the_fastest_that_fits_is_chosen(others, memory, chosen) -> None:
     assert choose((FIRST, *others), memory) is chosen
 
 
+def test_where_the_step_itself_is_not_as_planned_others_need_not_be() -> None:
+    """TPUs all-reduce small vectors that are planned as reduce-scatters."""
+    first = dataclasses.replace(FIRST, as_planned=False)
+    assert choose((first, UNPLANNED), 200) is UNPLANNED
+    text = str(Tuning("train_step", "tpu:v5p:2x2x2", 200, (first,), (), TUNED))
+    assert "* as it is: nothing that was tried is faster by enough" in text
+    assert "The compiled programs are not as planned" in text
+
+
 TUNED = TunedOptions("train_step", "h100:8", "cuda", jax.__version__, "s", "p", ())
 
 

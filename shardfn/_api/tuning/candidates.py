@@ -43,8 +43,8 @@ class Candidate:
     compiling: float = field(default=0.0, compare=False)
 
     def fits(self, memory: int) -> bool:
-        """Whether it can be chosen: compiled, as planned, within so many bytes."""
-        return not self.error and self.as_planned and self.peak <= memory
+        """Whether it was compiled, and takes at most so many bytes."""
+        return not self.error and self.peak <= memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,21 +122,28 @@ class Tuning:
         for c in self.candidates:
             if c == best:
                 lines.append(f"* {c.title}: {_praise(c, self)}")
-            elif reason := _fault(c, best, self.memory):
-                lines.append(f"  {c.title}: {reason}")
+            else:
+                lines.append(f"  {c.title}: {_fault(c, self)}")
+        if not self.candidates[0].as_planned:
+            lines.append("The compiled programs are not as planned: see `plan`.")
         return lines
 
 
 def choose(candidates: tuple[Candidate, ...], memory: int) -> Candidate:
-    """The fastest that fits. Another than the first has to be faster by `TUNED_SHARE`.
-    Where none fits, the smallest that was compiled."""
-    able = [c for c in candidates if c.fits(memory)]
+    """The fastest that fits. Another than the first has to be faster by `TUNED_SHARE`,
+    and as planned if that is. Where none fits, the smallest that was compiled."""
+    sound = [c for c in candidates if not c.error and _is_sound(c, candidates[0])]
+    able = [c for c in sound if c.fits(memory)]
     if not able:
-        made = [c for c in candidates if not c.error and c.as_planned]
-        return min(made or candidates, key=lambda c: c.peak)
+        return min(sound, key=lambda c: c.peak)
     first, best = able[0], min(able, key=lambda c: (c.seconds, c.peak))
     enough = best.seconds <= first.seconds * (1 - TUNED_SHARE)
     return best if enough else first
+
+
+def _is_sound(c: Candidate, first: Candidate) -> bool:
+    """Whether the compiler did with the plan what it does with the step's own."""
+    return c.as_planned or not first.as_planned
 
 
 def _praise(c: Candidate, found: Tuning) -> str:
@@ -150,12 +157,13 @@ def _praise(c: Candidate, found: Tuning) -> str:
     return f"{seconds_text(first.seconds)} become {seconds_text(c.seconds)}"
 
 
-def _fault(c: Candidate, best: Candidate, memory: int) -> str:
+def _fault(c: Candidate, found: Tuning) -> str:
+    best = found.chosen
     if c.error:
         return c.error
-    if not c.as_planned:
+    if not _is_sound(c, found.candidates[0]):
         return "the compiled program is not as planned"
-    if c.peak > memory:
+    if c.peak > found.memory:
         return f"takes {size_text(c.peak)}"
     if c.seconds >= best.seconds:
         return f"slower by {seconds_text(c.seconds - best.seconds)}"

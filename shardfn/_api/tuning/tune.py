@@ -167,19 +167,15 @@ class _Search:
             self.found.append(Candidate(title, options, error=first, compiling=took))
 
     def combine(self, memory: int) -> None:
-        """Adds to the best option the next best that saves by itself, as long as that
-        saves more."""
+        """Adds to the best option the next best of those that help by themselves."""
         first = self.found[0]
-        helpful = [
-            c
-            for c in self.found[1:]
-            if c.fits(memory) and c.seconds < first.seconds * (1 - TUNED_SHARE)
-        ]
-        helpful.sort(key=lambda c: c.seconds)
+        helpful = [c for c in self.found[1:] if choose((first, c), memory) == c]
+        fits = first.fits(memory)
+        helpful.sort(key=lambda c: c.seconds if fits else c.peak)
         for other in helpful[1:]:
             best = choose(tuple(self.found), memory)
             together = joined(best.options, other.options)
-            if together is not None and self.left > 0:
+            if together is not None:
                 self.tries(f"{best.title} + {other.title}", together)
 
 
