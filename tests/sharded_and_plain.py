@@ -163,7 +163,7 @@ def assert_moves_what_it_may(
     rows = [
         c
         for c in plan.collectives
-        if c.op in ("all_gather", "all_to_all")
+        if c.op in ("all_gather", "all_to_all", "ppermute")
         and not c.path
         and any(size and size % ROWS == 0 for size in c.shape)
     ]

@@ -115,22 +115,6 @@ in the order of the backward pass; smaller ones move when, and together with wha
 compiler likes. Chained, the gradients of 8 unrolled layers of 1024 x 4096 on 8 H100s
 take 59.8 MiB of temporary memory instead of 144.0."""
 
-# What tuning tries, and what reports advise
-
-TUNED_COMPILATIONS = 8
-"""Programs that tuning compiles at most by default: seconds each for GPUs, a minute or
-more for TPUs."""
-
-TUNED_SHARE = 0.005
-"""The part of a step that options have to save to be chosen: less is within what the
-prediction leaves out."""
-
-ADVISED_SHARE = 0.03
-"""The part of a step that an option may save for a report to name it."""
-
-ADVISED = 2
-"""Options that a report names at most."""
-
 # What a plan warns of
 
 REPLICATED_SHARE = 0.5
@@ -242,6 +226,22 @@ ROUNDING_FACTOR = 4
 DECIDED_BY_ROUNDING = 0.1
 """A leaf that rounding moves by more is not compared to any use. `ROUNDING_FACTOR`
 times as much, which a leaf that is compared may differ, is less than the leaf."""
+
+# What tuning tries, and what reports advise
+
+TUNED_COMPILATIONS = 8
+"""Programs that tuning compiles at most by default: seconds each for GPUs, a minute or
+more for TPUs."""
+
+TUNED_SHARE = 0.005
+"""The part of a step that options have to save to be chosen: less is within what the
+prediction leaves out."""
+
+ADVISED_SHARE = 0.03
+"""The part of a step that an option may save for a report to name it."""
+
+ADVISED = 2
+"""Options that a report names at most."""
 
 # How many calls are alike
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from shardfn._core.limits import REGROUP_PERMUTES
 from shardfn._core.move import Message
 from shardfn._core.move import Move as Move
 from shardfn._core.quantized import Quantized
@@ -124,7 +125,10 @@ class Regroup(Move):
     name = "regroup"
     op = "all_to_all"
     hlo_ops = AllToAll.hlo_ops
-    outcome = "it is exchanged"
+    outcome = (
+        "it is exchanged by an all-to-all, or parts of it by at most "
+        f"{REGROUP_PERMUTES} permutes (limits.REGROUP_PERMUTES)"
+    )
     trips = 1
 
     @classmethod

@@ -213,8 +213,11 @@ def test_another_version_of_jax_is_named(path) -> None:
         (None, "cannot be read: "),
         ("{", "cannot be read: "),
         ("[1]", "is no file of tuned options: it is of another format"),
-        ('{"format": 2}', "is no file of tuned options: it is of another format"),
-        ('{"format": 1}', "lacks one of step, target"),
+        (
+            '{"format": "tuned options of shardfn, 0"}',
+            "is no file of tuned options: it is of another format",
+        ),
+        ('{"format": "tuned options of shardfn, 1"}', "lacks one of step, target"),
         ("prefetch: __import__('os')", "has a value that is none: "),
         ("prefetched: 1", "names an option 'prefetched', which fully_shard does not"),
     ],

@@ -28,6 +28,7 @@ READ = {
 
 FIGURES = {
     "analysis._data_sheets": "data sheets of machines",
+    "analysis._latency": "latencies that others have published",
 }
 """Modules with named numbers that are no thresholds of this library's."""
 
@@ -37,8 +38,8 @@ FORMATS = {
     "_lowering.extremum_jvp": "bytes of a float32",
     "_schedule.wire_dtypes": "bytes of a float32",
     "_trace.unordered": "bytes of a float32",
+    "analysis._latency": "dimensions of a torus",
     "analysis._text": "bytes in a KiB",
-    "analysis.targets": "GPUs of a host",
     "rules.random": "bits of a word",
     "storage._leaves": "words of a raw key",
 }
@@ -136,6 +137,7 @@ def test_every_limit_says_what_it_counts_and_is_used(name: str) -> None:
 DECIDE_NO_LINE = {
     "STATIONARY_PART": "of which leaves are tried, as the next",
     "STATIONARY_GROUPS": "of how many choices are tried, not of one",
+    "DIMENSION_SWEEPS": "of how long a search goes on, not of what it finds",
     "REPLICATED_SHARE": "of a warning, which gives the share",
     "REPLICATED_FLOPS": "of a warning, which gives them",
 }

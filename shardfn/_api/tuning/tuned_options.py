@@ -20,7 +20,8 @@ from shardfn._core.leaves import Leaf
 from shardfn._core.program import Program
 from shardfn.analysis._program_hash import structure_of
 
-FORMAT = 1
+FORMAT = "tuned options of shardfn, 1"
+"""What a file says that it is; another number is another layout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,6 @@ class TunedOptions:
 def write(path: Path, tuned: TunedOptions) -> None:
     """Writes a file, or leaves the one that is there."""
     data = {
-        "made_by": "shardfn tune",
         "format": FORMAT,
         **{name: getattr(tuned, name) for name in _TEXTS},
         "options": {name: repr(value) for name, value in tuned.options},
