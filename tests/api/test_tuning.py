@@ -237,6 +237,14 @@ def test_a_file_that_is_none_is_refused(path, text, message) -> None:
     assert "test_tuning.py" in str(caught.value)
 
 
+@pytest.mark.parametrize("given", [3, True, b"tuned.json", ["tuned.json"], ""])
+def test_what_is_no_path_is_refused(given) -> None:
+    with pytest.raises(ShardingError) as caught:
+        shardfn.fully_shard(train_step, cpu_mesh(8), options=given)
+    assert f"options={given!r} is no file of tuned options" in str(caught.value)
+    assert "Pass the path of a file that" in str(caught.value)
+
+
 def abstract(tree):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 

@@ -116,10 +116,10 @@ def read(path: str | os.PathLike[str]) -> TunedOptions:
     Raises:
       ShardingError: there is no such file, or it is not one of tuned options.
     """
-    place = f"{os.fspath(path)!r}"
+    place = repr(os.fspath(path) if isinstance(path, os.PathLike) else path)
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError) as error:
         _refuse(place, f"cannot be read: {error}", error)
     if not isinstance(data, Mapping) or data.get("format") != FORMAT:
         _refuse(place, "is of another format")
