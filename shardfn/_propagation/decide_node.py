@@ -63,7 +63,7 @@ class Decider:
 
     def decide(self, node: Node, backward: BackwardResult) -> Decision:
         states = tuple(map(self.state, node.inputs))
-        nothing, axes = self.nothing, self.axes
+        nothing = self.nothing
         preferences = tuple(backward.preferences.get(v, nothing) for v in node.outputs)
         now = tuple(self.reduces_at_producer(v, backward) for v in node.outputs)
         if node.kind == "op" and node.rule is not None:
@@ -73,22 +73,24 @@ class Decider:
             decision = self.known.get(key)
             if decision is None:
                 decision = self.op(node, node.rule, states, preferences, sources)
-                decision = reduce_at_producer(
-                    node,
-                    decision,
-                    states,
-                    self.result_avals(node),
-                    preferences,
-                    now,
-                    axes,
-                    self.whole,
-                )
+                decision = self.reduced(node, decision, states, preferences, now)
                 self.known[key] = decision
             return decision
         if node.kind == "op":
             decision = self.fallback(node, states)
         else:
             decision = self.flow(node, states, preferences, backward)
+        return self.reduced(node, decision, states, preferences, now)
+
+    def reduced(
+        self,
+        node: Node,
+        decision: Decision,
+        states: tuple[Sharding, ...],
+        preferences: tuple[Preferences, ...],
+        now: Sequence[Sequence[bool]],
+    ) -> Decision:
+        """The decision, with the sums that are to be reduced where they are made."""
         return reduce_at_producer(
             node,
             decision,
@@ -96,7 +98,7 @@ class Decider:
             self.result_avals(node),
             preferences,
             now,
-            axes,
+            self.axes,
             self.whole,
         )
 
