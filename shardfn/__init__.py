@@ -15,9 +15,11 @@ from shardfn._api.tuning.tune import tune as tune
 from shardfn._core.constraint import constrain as constrain
 from shardfn._core.constraint import replicate as replicate
 from shardfn._core.errors import InexactSignWarning as InexactSignWarning
+from shardfn._core.errors import OffloadWarning as OffloadWarning
 from shardfn._core.errors import (
     ReplicatedComputeWarning as ReplicatedComputeWarning,
 )
+from shardfn._core.errors import ResidualWarning as ResidualWarning
 from shardfn._core.errors import ShardingError as ShardingError
 from shardfn._core.errors import StaticArgumentWarning as StaticArgumentWarning
 from shardfn._core.errors import (
@@ -31,6 +33,9 @@ from shardfn._core.op_sharding_rule import factor_names as factor_names
 from shardfn._core.processes import assert_processes_agree as assert_processes_agree
 from shardfn._core.quantized_leaf import QuantizedLeaf as QuantizedLeaf
 from shardfn._core.quantized_leaf import quantize_leaves as quantize_leaves
+from shardfn._core.residual import Residual as Residual
+from shardfn._core.residual import error_feedback as error_feedback
+from shardfn._core.residual import zero_residuals as zero_residuals
 from shardfn._core.rule_registry import LocalOp as LocalOp
 from shardfn._core.rule_registry import register_rule as register_rule
 from shardfn.analysis.collective import Collective as Collective

@@ -50,7 +50,15 @@ def train(kind: str, microbatches: int = 1) -> Callable[[Any, Any], Any]:
     def layer(h, w):
         return h + jnp.tanh(h @ w["up"]) @ w["down"]
 
-    loss_fn = layered_loss(kind, layer, lambda state, h: h @ state["head"])
+    return descent(
+        layered_loss(kind, layer, lambda state, h: h @ state["head"]), microbatches
+    )
+
+
+def descent(
+    loss_fn: Callable[[Any, Any], Any], microbatches: int = 1, rate: float = 0.1
+) -> Callable[[Any, Any], Any]:
+    """A step of plain descent, its gradients added up over microbatches."""
 
     def step(state, x):
         def accumulate(grads, part):
@@ -61,9 +69,8 @@ def train(kind: str, microbatches: int = 1) -> Callable[[Any, Any], Any]:
             loss, grads = jax.value_and_grad(loss_fn)(state, x)
         else:
             zeros = jax.tree.map(jnp.zeros_like, state)
-            grads, loss = lax.scan(
-                accumulate, zeros, x.reshape(microbatches, -1, WIDTH)
-            )
-        return jax.tree.map(lambda w, g: w - 0.1 * g, state, grads), loss
+            parts = x.reshape(microbatches, -1, x.shape[1])
+            grads, loss = lax.scan(accumulate, zeros, parts)
+        return jax.tree.map(lambda w, g: w - rate * g, state, grads), loss
 
     return step

@@ -1,10 +1,12 @@
 """Draws the figures of the documentation, as SVG files beside this one.
 
 In: a real plan (`one_step`), stored shardings (`storage`), benchmarks/README.md
-(`wire`); the others are drawn by hand. Out: text of SVG files that
-are legible on light and dark pages. Run `python docs/figures/draw.py` to write them.
+(`wire`), benchmarks/results (`steps`); the others are drawn by hand. Out: text of SVG
+files that are legible on light and dark pages. Run `python docs/figures/draw.py` to
+write them.
 """
 
+import json
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -400,6 +402,42 @@ def wire() -> str:
     return svg(660, y + 4, "Bytes that each device sends per step", parts)
 
 
+# Predicted steps beside the best baseline
+
+
+def steps() -> str:
+    """Bars of benchmarks/results: the predicted step of `fully_shard` without options,
+    of the constrained step and of ZeRO-3 by hand, as parts of the longest."""
+    names = {"shardfn": "shardfn", "constrained": "jit, constrained by hand"}
+    names |= {"shard_map by hand": "ZeRO-3 in shard_map by hand"}
+    parts, y = [], 8.0
+    for case, title in PLAYED.items():
+        file = HERE.parents[1] / "benchmarks" / "results" / "h100" / f"{case}.json"
+        rows = json.loads(file.read_text())
+        took = {name: rows[name]["step_s"] for name in names}
+        parts.append(text(2, y + 14, title))
+        y += 24
+        for name, seconds in took.items():
+            width = 360 * seconds / max(took.values())
+            parts.append(text(174, y + 14, names[name], "end small"))
+            parts.append(
+                rect(180, y, width, 18, "whole" if name == "shardfn" else "gradient")
+            )
+            shown = f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.0f} ms"
+            parts.append(text(186 + width, y + 14, shown))
+            y += 22
+        y += 8
+    return svg(640, y, "Predicted seconds per step on H100s", parts)
+
+
+PLAYED = {
+    "gpt-1.3b-8": "GPT 1.3B on 8 H100s",
+    "llama-7b-64": "Llama 7B on 64 H100s",
+    "gpt-175b-512": "GPT 175B on 512 H100s",
+}
+"""Cases of benchmarks/criteria.py, and how the figure calls them."""
+
+
 FIGURES = {
     "pipeline.svg": pipeline,
     "matmul.svg": matmul,
@@ -410,6 +448,7 @@ FIGURES = {
     "storage.svg": storage,
     "analysis.svg": analysis,
     "wire.svg": wire,
+    "steps.svg": steps,
 }
 
 if __name__ == "__main__":

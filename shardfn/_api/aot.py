@@ -12,8 +12,9 @@ import jax
 from jax.sharding import Mesh
 
 from shardfn._api.compiled_steps import Programs
-from shardfn._api.planner import describe
-from shardfn._api.tuning.advise import advise
+from shardfn._api.fit_offload import Built, fitting
+from shardfn._api.planner import describe, dimensions_of
+from shardfn._api.tuning.advise import advise, stored_otherwise
 from shardfn._core.automatic_axes import part_shape
 from shardfn._core.call_arguments import Rest
 from shardfn._core.errors import ShardingError, called, step_name
@@ -48,15 +49,22 @@ def report_on(
     Returns:
       The report.
     """
-    storage = programs.storage
-    programs.choose_memories(states, batch, target.memory)
-    leaves, treedef = storage.leaves(states)
+
+    def compiled_as(programs: Programs) -> Built:
+        leaves, _ = programs.storage.leaves(states)
+        progress("tracing")
+        traced = programs.traced(states, batch)
+        progress("compiling")
+        compiled = compile_for(target, programs.lowered(traced, leaves))
+        return Built(programs, traced, compiled, memory_of(compiled).peak)
+
     progress("planning")
-    plan = describe(programs.planned(leaves, treedef, batch))
-    progress("tracing")
-    traced = programs.traced(states, batch)
-    progress("compiling")
-    compiled = compile_for(target, programs.lowered(traced, leaves))
+    built = fitting(programs, states, batch, target.memory, compiled_as)
+    programs, traced, compiled = built.programs, built.traced, built.compiled
+    storage = programs.storage
+    leaves, treedef = storage.leaves(states)
+    planned = programs.planned(leaves, treedef, batch)
+    plan, by_use = describe(planned), dimensions_of(planned)
     progress("reading the compiled program")
     text = compiled.as_text() or ""
     report = Report(
@@ -71,7 +79,8 @@ def report_on(
         compiler_options=tuple(programs.options.items()),
     )
     devices = tuple(storage.mesh.devices.flat)
-    return replace(report, advice=advise(report, devices, target.memory))
+    others = stored_otherwise(report, *by_use)
+    return replace(report, advice=advise(report, devices, target.memory, others))
 
 
 def rates_of(target: Target, mesh: Mesh) -> Rates:

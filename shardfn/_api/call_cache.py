@@ -17,9 +17,10 @@ from jax.sharding import Mesh, NamedSharding
 
 from shardfn._api.known_arrays import KnownArrays, last_states, next_call
 from shardfn._core import compat
-from shardfn._core.call_arguments import Position, meaning_of, new_leaves
+from shardfn._core.call_arguments import Position, meaning_of
 from shardfn._core.leaves import Leaf
 from shardfn._core.limits import KINDS
+from shardfn._core.new_leaves import new_arrays, new_leaves
 from shardfn.storage._mesh_context import on_mesh_of
 from shardfn.storage._placement import Storage, is_placed
 from shardfn.storage._stored_array import StoredArray
@@ -156,7 +157,8 @@ class Ready:
         self, state: Sequence[Any]
     ) -> tuple[list[jax.Array], KnownArrays] | tuple[None, None]:
         """The arrays that store the state's leaves, if they are stored as the step
-        takes them, and alive; and what is known of them."""
+        takes them, and alive, where `jax.jit` does not see to that; and what is known
+        of them."""
         found = list(state)
         for i in self.padded:
             x = found[i]
@@ -169,12 +171,15 @@ class Ready:
                 return None, None
             known = KnownArrays.of(found, self.kinds)
             last_states.add(known)
-        arrays = found
-        if self.without_values:
-            arrays = [x for x in found if type(x) in compat.CONCRETE_ARRAYS]
-        if any([x.is_deleted() for x in arrays]):
+        if not compat.JIT_REFUSES_DELETED and self.any_deleted(found):
             return None, None
         return found, known
+
+    def any_deleted(self, stored: Sequence[Any]) -> bool:
+        """Whether one of the state's arrays was donated or deleted."""
+        if self.without_values:
+            stored = [x for x in stored if type(x) in compat.CONCRETE_ARRAYS]
+        return compat.any_deleted(stored)
 
     def apart(
         self,
@@ -219,18 +224,20 @@ class Ready:
           batch: the leaves of the batch, as the caller gave them.
           stored: the state's arrays, as the jitted step took them.
         """
+        meaning, there = meaning_of(self.rest), storage.results_mesh(batch)
+        if not self.padded and self.moves.get(there) == ():
+            if self.donates:
+                self.remember(new_arrays(out, meaning), stored)
+            return out
         flat, tree = jax.tree.flatten(out)
-        new = new_leaves(tree, meaning_of(self.rest))
-        there = storage.results_mesh(batch)
+        new = new_leaves(tree, meaning)
         if there not in self.moves:
             self.moves[there] = storage.moves(flat, new, there)
         for i, mesh in self.moves[there]:
             spec = flat[i].sharding.spec
             flat[i] = jax.device_put(flat[i], NamedSharding(mesh, spec))
         if self.donates:
-            arrays = [flat[i] for i in new]
-            arrays += stored[len(arrays) :]
-            last_states.add(KnownArrays.of(arrays, self.kinds, len(new), next_call()))
+            self.remember([flat[i] for i in new], stored)
         for i in self.padded:
             if i < self.returned:
                 j, kind = new[i], self.kinds[i]
@@ -238,6 +245,12 @@ class Ready:
         if self.padded or self.moves[there]:
             return jax.tree.unflatten(tree, flat)
         return out
+
+    def remember(self, new: Sequence[Any], stored: Sequence[Any]) -> None:
+        """Makes the arrays of a new state known to the next call, with those of
+        `stored` that are read only."""
+        arrays = [*new, *stored[len(new) :]]
+        last_states.add(KnownArrays.of(arrays, self.kinds, len(new), next_call()))
 
 
 def apart(state: list[Any], batch: Sequence[Any], made: int = 0) -> list[Any]:

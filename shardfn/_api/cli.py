@@ -26,6 +26,7 @@ from shardfn._api.load_step import CONVENTION, CommandError, load
 from shardfn._api.local_step import LocalStep
 from shardfn._api.option_flags import given_options, with_flags
 from shardfn._api.sharded_step import ShardedStep
+from shardfn._api.tuning.candidates import Tuning
 from shardfn._api.tuning.changed_options import with_options
 from shardfn._api.tuning.tune import tune
 from shardfn._core.errors import ShardingError, called_from
@@ -33,7 +34,7 @@ from shardfn._core.limits import TUNED_COMPILATIONS
 from shardfn.analysis import targets
 from shardfn.analysis.report import Report
 
-USAGE = """usage: python -m shardfn plan MODULE:STEP [--target h100:1x8x8]
+USAGE = """usage: python -m shardfn plan MODULE:STEP [--target h100:1x8x8 [--tune]]
        python -m shardfn tune MODULE:STEP --target h100:1x8x8 [--memory 70GiB]
 
 plan prints what a step would move, hold and take on a target, and writes it as a page.
@@ -58,6 +59,8 @@ class PlanCommand:
     """Where the page goes; `<STEP>-<target>.html` in this folder if left out."""
     check: tyro.conf.FlagCreatePairsOff[bool] = False
     """Exit with 1 if the compiled step is not as planned, or does not fit."""
+    tune: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Compile what the report advises, too, and say what it makes of the step."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,8 @@ class TuneCommand:
     """Sizes of the mesh axes on the target, if there are several."""
     out: Path | None = None
     """Where the options go, as a file that `fully_shard(options=path)` reads."""
+    html: Path | None = None
+    """Where a page goes that shows the candidates beside each other."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -115,27 +120,37 @@ def run_tune(command: TuneCommand) -> None:
     if command.compilations < 1:
         raise CommandError(f"--compilations {command.compilations}: pass one or more.")
     step, args = load(command.step)
-    given = given_options(command)
-    if isinstance(step, ShardedStep):
-        step = with_options(step, given)
-    else:
-        step = sharded_on(command.target, step, command.mesh_shape, given)
-    with progress() as show_stage:
-        found = tune(
-            step,
-            command.target,
-            *args,
-            memory=memory,
-            compilations=command.compilations,
-            mesh_shape=command.mesh_shape,
-            progress=show_stage,
-        )
+    found = tuned(command, step, args, memory, command.compilations)
     print(found)
     if command.out is not None:
         found.save(command.out)
         print(f"\noptions: {command.out}; fully_shard(options={str(command.out)!r})")
+    if command.html is not None:
+        command.html.write_text(found.html(), encoding="utf-8")
+        print(f"page: {command.html}")
     if not found.chosen.fits(found.memory):
         sys.exit(1)
+
+
+def tuned(
+    command: PlanCommand | TuneCommand,
+    step: Any,
+    args: tuple[Any, ...],
+    memory: int | None = None,
+    compilations: int = TUNED_COMPILATIONS,
+) -> Tuning:
+    """What tuning finds on the command's target; shows stages meanwhile."""
+    assert command.target is not None
+    with progress() as show_stage:
+        return tune(
+            sharded_for(command, step),
+            command.target,
+            *args,
+            memory=memory,
+            compilations=compilations,
+            mesh_shape=command.mesh_shape,
+            progress=show_stage,
+        )
 
 
 def bytes_of(text: str) -> int:
@@ -167,22 +182,24 @@ def run_plan(command: PlanCommand) -> None:
     if command.target is not None:
         prepare(command.target)
     step, args = load(command.step)
-    options = given_options(command)
-    if isinstance(step, ShardedStep) and options:
-        step = with_options(step, options)
     if command.target is None:
+        if command.tune:
+            raise CommandError("--tune compiles for a target: pass --target h100:8.")
         if not isinstance(step, ShardedStep):
             raise CommandError(
                 f"{command.step} gives a step without a mesh to plan for.\n"
                 "Pass --target h100:8, or another one, or return what "
                 "fully_shard(step, mesh) makes."
             )
-        print(step.plan(*args))
+        print(sharded_for(command, step).plan(*args))
         return
-    report = compiled_report(command, step, args)
+    found = tuned(command, step, args) if command.tune else None
+    first = found.candidates[0].report if found else None
+    report = first or compiled_report(command, step, args)
     path = command.html or default_path(command)
     path.write_text(report.html(), encoding="utf-8")
-    print(f"{report.plan}\n\n{report}\n\npage: {path}")
+    measured = f"\n\n{found}" if found else ""
+    print(f"{report.plan}\n\n{report}{measured}\n\npage: {path}")
     if command.check and not (report.verification.ok and report.fits):
         sys.exit(1)
 
@@ -200,13 +217,20 @@ def check_target(name: str) -> None:
 def compiled_report(command: PlanCommand, step: Any, args: tuple[Any, ...]) -> Report:
     """The report on the target; shows stages and seconds on the terminal meanwhile."""
     assert command.target is not None
-    if not isinstance(step, ShardedStep):
-        options = given_options(command)
-        step = sharded_on(command.target, step, command.mesh_shape, options)
     with progress() as show_stage:
-        return step.on(
+        return sharded_for(command, step).on(
             command.target, *args, mesh_shape=command.mesh_shape, progress=show_stage
         )
+
+
+def sharded_for(command: PlanCommand | TuneCommand, step: Any) -> ShardedStep:
+    """The step with the options of the command, over its target's devices unless it has
+    a mesh."""
+    given = given_options(command)
+    if isinstance(step, ShardedStep):
+        return with_options(step, given) if given else step
+    assert command.target is not None
+    return sharded_on(command.target, step, command.mesh_shape, given)
 
 
 def sharded_on(

@@ -5,6 +5,7 @@ of stored leaves.
 """
 
 import functools
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,9 +24,11 @@ from shardfn._core.call_arguments import (
     meaning_of,
     with_caches,
 )
+from shardfn._core.errors import OffloadWarning, called, step_name
 from shardfn._core.leaves import Leaf, leaf_name
 from shardfn._core.limits import BATCH_KINDS
 from shardfn._core.memories import HOST, kind_of
+from shardfn._core.offloading import OffloadChoice
 from shardfn._core.recent import Recent
 from shardfn._lowering.choose_offload import choose_offload
 from shardfn._lowering.planned_program import Planned
@@ -66,8 +69,12 @@ class Programs:
         return replace(planned, offload=self.storage.choice_of(leaves))
 
     def choose_memories(
-        self, states: tuple[Any, ...], batch: Rest, memory: int | None = None
-    ) -> None:
+        self,
+        states: tuple[Any, ...],
+        batch: Rest,
+        memory: int | None = None,
+        correction: int = 0,
+    ) -> OffloadChoice | None:
         """Chooses which leaves of a state live on the host, where that is asked and has
         not been done for such a state.
 
@@ -75,17 +82,31 @@ class Programs:
           states: the state arguments.
           batch: the others.
           memory: bytes of a device; None if the devices are to say.
+          correction: bytes that the step takes beyond the plan's estimate.
+
+        Returns:
+          The choice; None where nothing was left to choose.
         """
         leaves, treedef = self.storage.leaves(states, undecided=True)
         able = self.storage.to_choose(leaves)
         names = [leaf_name(leaf.path) for leaf in leaves]
         keys = [(names[i], leaves[i].aval.shape) for i in able]
         if all(key in self.storage.chosen for key in keys):
-            return
+            return None
         asked, bound = offload_bound(self.storage, memory)
         planned = self.planned(leaves, treedef, batch)
-        choice = choose_offload(planned, names, able, asked, bound)
+        choice = choose_offload(planned, names, able, asked, bound, correction)
         self.storage.chosen.update(dict.fromkeys(keys, choice))
+        if memory is None and not choice.fits:
+            warnings.warn(
+                f"{step_name()} takes {choice.taken} bytes of each device by its plan, "
+                f"more than offload={asked!r} allows: {bound}.\n{called()}Pass a "
+                "smaller batch, more devices or a larger bound, or rematerialize "
+                "activations with jax.checkpoint.",
+                OffloadWarning,
+                stacklevel=3,
+            )
+        return choice
 
     @property
     def options(self) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def dumping(axes: Axes) -> Observer:
         lines = list(plan_lines(program, body, axes))
         number = next(stages)
         text = changes(before if number else lines, lines)
-        path = folder / f"{number}-{stage}.txt"
+        path = folder / f"{number:02}-{stage}.txt"
         path.write_text(f"{step_name()} after {stage}: {text}\n", encoding="utf-8")
         before[:] = lines
 

@@ -14,12 +14,14 @@ from shardfn._api.compiled_steps import Programs
 from shardfn._api.local_step import LocalStep
 from shardfn._api.options import Options, shows_options
 from shardfn._api.plain_step import PlainStep, Step
+from shardfn._api.planner import stored_by_use
 from shardfn._api.pmapped import unwrapped
 from shardfn._api.sharded_step import ShardedStep
 from shardfn._api.tuning.tuned_options import read
 from shardfn._api.validate import (
     check_argnums,
     check_axis,
+    check_example,
     check_flags,
     check_mesh,
     check_min_size,
@@ -92,6 +94,7 @@ def fully_shard(
     verify: str = "off",
     compiler_options: Asked = None,
     options: str | os.PathLike[str] | None = None,
+    shard_for: tuple[Any, ...] | None = None,
     **leaf_options: Unpack[LeafOptions],
 ) -> ShardedStep[..., Any] | LocalStep[..., Any] | Callable[[Step], Any]:
     """Shards `train_step`'s state over one mesh axis, gathering each parameter where it
@@ -143,6 +146,12 @@ def fully_shard(
       options: path of a file that `python -m shardfn tune` or `Tuning.save` wrote: its
         options count where none is given here, those of the compiler on the platform
         that they were chosen for. A step that has changed since is refused.
+      shard_for: arguments of the step as an example, a tuple of arrays or
+        `ShapeDtypeStruct`s. Leaves of the state are then stored on the dimensions with
+        which the step sends least for them, as `best_dimensions` finds, where few rows
+        meet large leaves; those of which `shard` says something, as it says. The same
+        arguments give the same dimensions, on every process. Takes the time of some
+        plans, and nothing per step.
       **leaf_options: the options that may differ from leaf to leaf, a row each of
         `LeafOptions`; `help(fully_shard)` has their text here.
 
@@ -191,6 +200,7 @@ def fully_shard(
         "verify": verify,
         "compiler_options": compiler_options,
         "options": options,
+        "shard_for": shard_for,
         **leaf_options,
     }
     names, argnums = check_axis(axis), check_argnums(state_argnums)
@@ -199,6 +209,7 @@ def fully_shard(
     control.check_axes(names)
     check_mesh(mesh)
     check_flags(strict=strict, donate=donate)
+    check_example(shard_for)
     check_verify(verify)
     asked = check_options(compiler_options)
     if train_step is None:
@@ -221,4 +232,8 @@ def fully_shard(
         asked = {**tuned.of_compiler(platform), **(asked or {})}
     step = ShardedStep(Programs(plain, storage, donate, asked), verify)
     functools.update_wrapper(step, inner, updated=())
-    return step
+    if shard_for is None:
+        return step
+    by_use = stored_by_use(leaf_options.get("shard"), step.best_dimensions(*shard_for))
+    stored: Any = {**given, "shard_for": None, **by_use}
+    return fully_shard(train_step, mesh, **stored)

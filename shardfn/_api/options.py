@@ -36,6 +36,7 @@ class Options(LeafOptions, total=False):
     verify: str
     compiler_options: Asked
     options: str | os.PathLike[str] | None
+    shard_for: tuple[Any, ...] | None
 
 
 def shows_options(transform: Made) -> Made:

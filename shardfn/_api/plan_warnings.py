@@ -6,6 +6,7 @@ In: a planned step. Out: warnings, or an error in place of one if the user asked
 import warnings
 
 from shardfn._api.planner import describe
+from shardfn._api.residual_notes import warn_of_unused
 from shardfn._core.errors import (
     InexactSignWarning,
     ReplicatedComputeWarning,
@@ -30,6 +31,7 @@ def warn_of(planned: Planned, strict: bool) -> None:
     _of_replicated(planned)
     _of_axes(planned)
     _of_signs(planned)
+    warn_of_unused(planned)
 
 
 def _of_fallbacks(planned: Planned, strict: bool) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from shardfn._api.aot import report_on
-from shardfn._api.planner import describe, dimensions_of
+from shardfn._api.planner import describe, dimensions_of, with_advice
 from shardfn._api.state_methods import StateMethods
 from shardfn._api.static_arguments import advises_binding
 from shardfn._core.call_arguments import Rest, StateArguments
@@ -24,6 +24,7 @@ from shardfn._core.recent import Recent
 from shardfn.analysis import targets
 from shardfn.analysis.plan import Plan
 from shardfn.analysis.report import Report
+from shardfn.storage._arriving_memory import memory_notes
 
 
 @dataclass(eq=False, repr=False)
@@ -61,7 +62,9 @@ class ReportMethods(StateMethods):
         states, batch = step._divide(args, named)
         step.programs.choose_memories(states, batch)
         leaves, treedef = self.storage.leaves(states)
-        return describe(step.programs.planned(leaves, treedef, batch))
+        planned = step.programs.planned(leaves, treedef, batch)
+        notes = (*planned.notes, *memory_notes(self.storage, states))
+        return describe(with_advice(replace(planned, notes=notes)))
 
     @names_step
     @advises_binding
@@ -73,7 +76,8 @@ class ReportMethods(StateMethods):
         not know the batch. This one plans the step with leaves stored on each of their
         dimensions, and takes those with which the whole step sends least:
         `fully_shard(step, mesh, shard=step.best_dimensions(state, batch))` stores them
-        so. Evaluations of the same state take the same `shard=`.
+        so, as `fully_shard(step, mesh, shard_for=(state, batch))` does by itself.
+        Evaluations of the same state take the same `shard=`.
 
         Args:
           *args: the step's arguments, arrays or `ShapeDtypeStruct`s, whole or stored.
@@ -88,7 +92,7 @@ class ReportMethods(StateMethods):
         step, args, named = self.as_pure(args, named)
         states, batch = step._divide(args, named)
         leaves, treedef = self.storage.leaves(states)
-        return dimensions_of(step.programs.planned(leaves, treedef, batch))
+        return dimensions_of(step.programs.planned(leaves, treedef, batch))[0]
 
     @names_step
     def on(

@@ -34,6 +34,7 @@ from shardfn._core.static_leaves import (
     returns_closed,
 )
 from shardfn._trace.purity import leaked_tracer
+from shardfn.storage._arriving_memory import check_memories
 from shardfn.storage._leaves import leaves_of
 
 VERIFY = ("off", "warn", "error")
@@ -77,8 +78,8 @@ class ShardedStep(ReportMethods, Generic[P, R]):
     ) -> "ShardedStep[Own, R]": ...
 
     def __get__(self, owner: Any, of: Any = None) -> "ShardedStep[..., Any]":
-        """The step as a method of an object, which is read when the step is traced, not
-        an argument: state and batch are all that is sharded."""
+        """The step as a method of an object, which is no argument: it is read when the
+        step is traced."""
         function = self.plain.step
         if owner is None or not binds(function):
             return self
@@ -113,8 +114,7 @@ class ShardedStep(ReportMethods, Generic[P, R]):
 
     @property
     def compiler_options(self) -> dict[str, Any]:
-        """Compiler options, set by `fully_shard` and by the user there: names and
-        values of XLA's options. Empty on CPUs, unless the user names some."""
+        """XLA's options, set by `fully_shard` and by the user there; on CPUs his."""
         return self.programs.options
 
     # Running
@@ -128,9 +128,6 @@ class ShardedStep(ReportMethods, Generic[P, R]):
           *args: the step's arguments. A state that is not stored yet is placed first;
             batch arrays have shape `[B, ...]` and are split over the mesh.
           **named: those of them that are passed by name; the same program runs.
-
-        Returns:
-          What the step returns.
 
         Raises:
           ShardingError: the step or its arguments cannot be sharded, or the compiled
@@ -162,16 +159,20 @@ class ShardedStep(ReportMethods, Generic[P, R]):
             key = self._key(division, flat_batch) if division else None
             if key is not None:
                 self._ready[key] = ready
-        if ready.donates:
-            stored = ready.apart(stored, placed, known)
-            placed = caches_apart(ready.rest, placed, flat_batch)
         try:
+            if ready.donates:
+                stored = ready.apart(stored, placed, known)
+                placed = caches_apart(ready.rest, placed, flat_batch)
             out = ready.run(*given(stored, ready.returned, ready.rest, placed))
         except jax.errors.UnexpectedTracerError as error:
             raise leaked_tracer() from error
+        except RuntimeError as error:
+            if type(error) is RuntimeError and ready.any_deleted(stored):
+                self._prepare(*self._divide(given_args, {}))  # says which leaf
+            raise
         if ready.donates and known is not None:
-            # Before the new state is known: Python collects garbage whenever there are
-            # some hundred objects more than before, and this frees one for each leaf.
+            # Before the new state is known: this frees an object for each leaf, and
+            # Python collects garbage whenever there are some hundred more than before.
             last_states.forget(known)
             known = None
         return ready.hand_back(out, self.storage, flat_batch, stored)
@@ -209,9 +210,8 @@ class ShardedStep(ReportMethods, Generic[P, R]):
 
     def _like(self, step: Any, *states: int) -> "ShardedStep[..., Any]":
         """Another step with these options; `states` are where its state is."""
-        plain = self.plain.of(step)
+        plain, of = self.plain.of(step), self.programs
         plain = replace(plain, state_argnums=states) if states else plain
-        of = self.programs
         own = Programs(plain, of.storage, of.donate, of.asked)
         return ShardedStep(own, self.verify)
 
@@ -264,7 +264,7 @@ class ShardedStep(ReportMethods, Generic[P, R]):
         known = storage.leaves(states)
         split = self.plain.split(batch, batch_leaves, storage.axes, known)
         whole = is_traced((states, batch))
-        storage.check_memories(states)
+        check_memories(storage, states)
         stored, leaves, treedef = storage.place(states, whole)
         placed = storage.place_batch(batch, batch_leaves, split)
         kinds = [
@@ -288,13 +288,8 @@ class ShardedStep(ReportMethods, Generic[P, R]):
             without_values=any(k.aval.dtype == jax.dtypes.float0 for k in kinds),
         )
         types = tuple((x.aval, x.auto) for x in (*leaves, *batch_leaves))
-        program = (
-            treedef,
-            batch_tree,
-            types,
-            storage.current_mesh,
-            compat.configuration(),
-        )
+        around = storage.current_mesh, compat.configuration()
+        program = treedef, batch_tree, types, *around
         if not self._checked.find(program):
             rest = jax.tree.unflatten(batch_tree, placed)
             run_on = given(stored, returned, batch_tree, placed)

@@ -131,6 +131,16 @@ def check_names(names: Sequence[str], mesh: Mesh) -> None:
             )
 
 
+def check_example(shard_for: Any) -> None:
+    """Raises if `shard_for` is no tuple of a step's arguments."""
+    if shard_for is not None and type(shard_for) is not tuple:
+        raise ShardingError(
+            f"shard_for is a {type(shard_for).__name__}, not a tuple of the step's "
+            f"arguments.\n  fully_shard was called at {call_site()}\n"
+            "Pass shard_for=(state, batch), arrays or what jax.eval_shape returns."
+        )
+
+
 def check_needs_no_mesh(options: Options, control: Control) -> None:
     """Raises if one of `options`, which are given without a mesh, needs one."""
     for option, default in (("verify", "off"), ("compiler_options", None)):
@@ -142,6 +152,13 @@ def check_needs_no_mesh(options: Options, control: Control) -> None:
                 "Pass a mesh, or leave it out and say it of the whole program, "
                 "with plan.verify(compiled) or jax.jit(..., compiler_options=...)."
             )
+    if options.get("shard_for") is not None:
+        raise ShardingError(
+            "shard_for needs a mesh: without one nobody knows yet over how many "
+            "devices a dimension is split.\n"
+            f"  fully_shard was called at {call_site()}\n"
+            "Pass a mesh, or dimensions: shard={path: {axis: dimension}}."
+        )
     for group in sorted(control.groups):
         raise ShardingError(
             f"reshard_after_forward={group} needs a mesh, whose axis it divides "

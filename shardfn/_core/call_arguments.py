@@ -94,7 +94,10 @@ def children(tree: Any) -> dict[Any, Any] | None:
 def part(tree: Any, path: Path) -> Any:
     """The part of a pytree at a path."""
     for key in path:
-        tree = (children(tree) or {})[key]
+        if type(key) is SequenceKey and type(tree) in (tuple, list):
+            tree = tree[key.idx]
+        else:
+            tree = (children(tree) or {})[key]
     return tree
 
 
@@ -159,16 +162,6 @@ def is_plain(kind: type) -> bool:
     """Whether a container takes any value as it is: those of Python, and our own."""
     is_named = issubclass(kind, tuple) and hasattr(kind, "_fields")
     return is_named or kind in (dict, list, tuple, Named)
-
-
-@functools.lru_cache(maxsize=64)
-def new_leaves(out_tree: Any, meaning: StateArguments) -> tuple[int, ...]:
-    """Which leaves of what the step returns are those of new states, in order."""
-    if meaning.results is None and out_tree.num_nodes > 1:
-        first = out_tree.children()[: len(meaning.arguments)]
-        return tuple(range(sum(child.num_leaves for child in first)))
-    numbers = numbered(out_tree, range(out_tree.num_leaves))
-    return tuple(jax.tree.leaves([part(numbers, path) for path in meaning.places]))
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -255,13 +248,18 @@ def with_caches(
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """The arguments that are not state, of the structure of a `Rest`, made of these
     leaves: the others, None where a cache belongs, and the caches."""
-    tree = jax.tree_util.treedef_tuple(rest.children())
-    made = list(jax.tree.unflatten(tree, leaves))
+    made = list(jax.tree.unflatten(_values_tree(rest), leaves))
     places = cache_places(meaning_of(rest))
     caches = tuple(made[i] for i in places)
     for i in places:
         made[i] = None
     return tuple(made), caches
+
+
+@functools.lru_cache(maxsize=64)
+def _values_tree(rest: Any) -> Any:
+    """The structure of the values of a `Rest`, as a tuple."""
+    return jax.tree_util.treedef_tuple(rest.children())
 
 
 def cache_places(meaning: StateArguments) -> tuple[int, ...]:

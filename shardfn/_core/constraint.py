@@ -116,7 +116,14 @@ def constrain(x: Any, spec: PartitionSpec) -> Any:
 
 
 def _bind(x: Any, spec: Spec) -> Any:
-    return constrain_p.bind(jax.numpy.asarray(x), spec=spec)
+    return constrain_p.bind(jax.numpy.asarray(x), spec=spec, of_state=False)
+
+
+def split_of_state(x: jax.Array, axis: str, dim: int) -> jax.Array:
+    """`x`, part of the update of a leaf, split along one dimension by one mesh axis,
+    as leaves are stored: padded if it has to be. Other axes stay as they are."""
+    spec = tuple((axis,) if d == dim else None for d in range(x.ndim))
+    return constrain_p.bind(x, spec=spec, of_state=True)
 
 
 def _entry(entry: Any) -> tuple[str, ...] | None:
@@ -140,6 +147,7 @@ def constrained(eqn: JaxprEqn, state: Sharding, axes: Axes) -> Sharding:
       ShardingError: the step has no such axis, or cannot split the dimension.
     """
     spec, shape = eqn.params["spec"], eqn.invars[0].aval.shape  # pyright: ignore
+    of_state = eqn.params["of_state"]
     unknown = {name for names in spec for name in names or ()}.difference(axes.names)
     if unknown:
         raise ShardingError(
@@ -158,13 +166,13 @@ def constrained(eqn: JaxprEqn, state: Sharding, axes: Axes) -> Sharding:
     for axis, (name, now) in enumerate(zip(axes.names, state, strict=True)):
         dim = next((d for d, names in enumerate(spec) if name in (names or ())), None)
         if dim is not None:
-            out = on_axis(out, axis, Split(dim))
+            out = on_axis(out, axis, Split(dim, stored=of_state))
         elif _stays(now, spec):
             out = on_axis(out, axis, now)
     for dim, size in enumerate(shape):
         parts = math.prod(
             n for n, s in zip(axes.sizes, out, strict=True) if s == Split(dim)
-        )
+        )  # of the state, blocks may be padded
         if size % parts:
             raise ShardingError(
                 f"constrain splits dimension {dim} of an array of shape {shape} into "
@@ -192,14 +200,17 @@ def operand_preference(
     )
 
 
-def _batched(args: Sequence[Any], dims: Sequence[int], *, spec: Spec) -> Any:
+def _batched(
+    args: Sequence[Any], dims: Sequence[int], *, spec: Spec, of_state: bool
+) -> Any:
     """The new dimension of `jax.vmap` is left as it is."""
     (x,), (dim,) = args, dims
-    return constrain_p.bind(x, spec=(*spec[:dim], None, *spec[dim:])), dim
+    spec = (*spec[:dim], None, *spec[dim:])
+    return constrain_p.bind(x, spec=spec, of_state=of_state), dim
 
 
-constrain_p.def_impl(lambda x, *, spec: x)
-constrain_p.def_abstract_eval(lambda x, *, spec: x)
-mlir.register_lowering(constrain_p, lambda context, x, *, spec: [x])
-ad.deflinear2(constrain_p, lambda cotangent, x, *, spec: [cotangent])
+constrain_p.def_impl(lambda x, **_: x)
+constrain_p.def_abstract_eval(lambda x, **_: x)
+mlir.register_lowering(constrain_p, lambda context, x, **_: [x])
+ad.deflinear2(constrain_p, lambda cotangent, x, **_: [cotangent])
 batching.primitive_batchers[constrain_p] = _batched

@@ -236,7 +236,7 @@ def make_control(mesh_axes: Sequence[str] = (), **options: Any) -> Control:
             given = {"*": given}
             by_axis.append(name)
         choices = tuple(
-            (_pattern(name, pattern), option.values.of(name, value))
+            (_pattern(name, pattern), option.values.of(_asked(name, pattern), value))
             for pattern, value in _by_pattern(option, given).items()
         )
         if any(value != option.default for _, value in choices):
@@ -303,6 +303,11 @@ def _by_pattern(option: Option, given: Any) -> Mapping[str, Any]:
     if isinstance(named, str) or not isinstance(named, Sequence):
         option.values.refuse(option.name, given)
     return {_pattern(option.name, pattern): True for pattern in named}
+
+
+def _asked(option: str, pattern: Any) -> str:
+    """How messages name what is asked of the leaves of a pattern."""
+    return option if pattern == "*" else f"{option}[{pattern!r}]"
 
 
 def _pattern(option: str, pattern: Any) -> str:

@@ -54,6 +54,14 @@ class InexactSignWarning(UserWarning):
     """An update takes the sign of a gradient whose terms are quantized."""
 
 
+class ResidualWarning(UserWarning):
+    """A residual is fed back to a sum that is exact, or begins with zeros."""
+
+
+class OffloadWarning(UserWarning):
+    """A step takes more of a device than the bound that `offload` was given."""
+
+
 class VerificationWarning(UserWarning):
     """A compiled step moves something else than its plan says."""
 

@@ -212,6 +212,14 @@ calls the step bound by that link."""
 HOST_HIDDEN = 0.005
 """The same below which it calls them hidden: less than what data sheets round."""
 
+OFFLOAD_COMPILATIONS = 4
+"""Programs that a report compiles at most where a bound chooses what lives on the host:
+the first by the plan's estimate, the next by what the compiler said of those before."""
+
+OFFLOAD_REFUSED = 0.25
+"""How much more than the bound a step is taken to need, as a part of it, where the
+compiler refuses it without saying how much it does."""
+
 # When a sharded step counts as equal to the plain one
 
 SMALLEST_NORM = 1e-6

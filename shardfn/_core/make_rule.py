@@ -28,6 +28,7 @@ def make_rule(
     picks: bool = False,
     shifts: Mapping[str, int] | None = None,
     regroups: bool = False,
+    terms: str = "",
 ) -> OpShardingRule:
     """Builds the rule of `eqn`, filling in factor sizes from its shapes.
 
@@ -45,6 +46,7 @@ def make_rule(
       picks: whether `reduce` sums one term with zeros: bits then stay as they are.
       shifts: how many rows before its own the blocks of a factor have to begin.
       regroups: whether the minor of two factors of a dimension may be split.
+      terms: the factor that counts the terms of a sum, which waits for the op.
 
     Returns:
       The frozen rule.
@@ -69,6 +71,7 @@ def make_rule(
         picks=picks,
         shifts=tuple((shifts or {}).items()),
         regroups=regroups,
+        terms=terms,
     )
 
 

@@ -40,6 +40,21 @@ class OffloadGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class OffloadTrial:
+    """A choice that was compiled.
+
+    Attributes:
+      host_bytes: those of the leaves on the host, for one device.
+      estimate: bytes that the step takes of a device, by the plan.
+      compiled: those by the compiler; None where it refused the program.
+    """
+
+    host_bytes: int
+    estimate: int
+    compiled: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class OffloadChoice:
     """What was chosen for one step.
 
@@ -47,9 +62,12 @@ class OffloadChoice:
       asked: "auto" or a size, as the user wrote it.
       bound: bytes that the step may take of each device.
       without: bytes that it takes with all of these leaves in the device's memory, by
-        the plan.
+        the plan, and `correction` more.
       taken: those that it takes as chosen.
       groups: the leaves, by what they are to the step.
+      correction: bytes by which a compiler's figure for another choice was above the
+        plan's.
+      trials: the choices that a report compiled to find this one, in their order.
     """
 
     asked: str
@@ -57,6 +75,17 @@ class OffloadChoice:
     without: int
     taken: int
     groups: tuple[OffloadGroup, ...]
+    correction: int = 0
+    trials: tuple[OffloadTrial, ...] = ()
+
+    @property
+    def estimate(self) -> int:
+        """Bytes that the step takes as chosen, by the plan alone."""
+        return self.taken - self.correction
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(group.host_bytes for group in self.groups)
 
     @property
     def leaves(self) -> frozenset[str]:
@@ -69,8 +98,15 @@ class OffloadChoice:
         return {glob.escape(name): HOST for name in sorted(self.leaves)}
 
     @property
+    def compiled(self) -> int | None:
+        """Bytes that the step takes as chosen, by the compiler, if it was compiled."""
+        mine = self.host_bytes, self.estimate
+        found = (t.compiled for t in self.trials if (t.host_bytes, t.estimate) == mine)
+        return next(found, None)
+
+    @property
     def fits(self) -> bool:
-        return self.taken <= self.bound
+        return (self.compiled or self.taken) <= self.bound
 
     def role(self, leaf: str) -> str | None:
         """What a leaf is to the step; None if it was not asked for it."""

@@ -37,6 +37,9 @@ class OpShardingRule:
       blocks: `(factor, rows)`: blocks of the factor have at least so many rows.
       regroups: the op may run on blocks of the minor one of two factors of an operand's
         dimension, the blocks of each run of it one after the other.
+      terms: a factor that counts the terms of a sum, "" for none. Where an operand has
+        it split, operands without it are left as terms up to the op, and results
+        without it are reduced right behind it.
       threshold: which limit decided what may be split, for people; two rules that
         differ in nothing else are equal.
     """
@@ -52,6 +55,7 @@ class OpShardingRule:
     shifts: tuple[tuple[str, int], ...] = ()
     blocks: tuple[tuple[str, int], ...] = ()
     regroups: bool = False
+    terms: str = ""
     threshold: str = field(default="", compare=False)
 
     def size(self, factor: str) -> int:

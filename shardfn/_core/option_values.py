@@ -68,7 +68,7 @@ class OptionValues:
             option,
             value,
             f"Pass {self.allowed}, or a mapping from path patterns to such values, "
-            f"as in {option}={{'params/layers/*': ...}}.",
+            f"as in {option.partition('[')[0]}={{'params/layers/*': ...}}.",
         )
 
 

@@ -39,6 +39,8 @@ class Reshard:
       dtype: name of the dtype on the wire, such as "bfloat16"; usually the value's own.
       written: how the value is quantized over each mesh axis, of this dtype in front of
         it and behind it; empty if it is not.
+      in_bits: what it makes stays quantized, and each use reads it.
+      residual: a version that it makes, too: what quantizing took from its terms.
       itemsize: bytes per element.
       during: the pass that it is part of.
       stored: whether this gathers a value of the stored state.
@@ -65,8 +67,15 @@ class Reshard:
     auto: AutoSplit = ()
     together: Ref | None = None
     written: tuple[Quantized | None, ...] = ()
+    in_bits: bool = False
+    residual: Ref | None = None
     cause: Cause | None = field(default=None, compare=False, repr=False)
     notes: tuple[Note, ...] = field(default=(), compare=False, repr=False)
+
+    @property
+    def makes(self) -> tuple[Ref, ...]:
+        """The versions that it makes."""
+        return (self.result,) if self.residual is None else (self.result, self.residual)
 
     @property
     def moves(self) -> list[Move]:
@@ -87,6 +96,12 @@ class Reshard:
     def leaves_part(self) -> bool:
         """Whether it leaves each device of a group its part of a whole value."""
         return any(isinstance(s, Split) and s.group for s in self.path[-1])
+
+    @property
+    def takes_bits(self) -> bool:
+        """Whether it moves elements and scales as they come, if they come so."""
+        takes = self.in_bits or any(move.packed_as for move in self.moves[:1])
+        return takes and not self.auto
 
     @property
     def gathers_state(self) -> bool:

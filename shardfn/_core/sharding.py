@@ -113,6 +113,10 @@ class Axes:
     def devices(self) -> int:
         return math.prod(self.sizes)
 
+    def size(self, name: str) -> int:
+        """The devices along an axis; one if it is none of these."""
+        return dict(zip(self.names, self.sizes, strict=True)).get(name, 1)
+
     @property
     def parts(self) -> tuple[int, ...]:
         """Sizes of the parts of the divided axis, major to minor."""

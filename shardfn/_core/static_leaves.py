@@ -54,22 +54,26 @@ class Static:
 
 
 def close_static(tree: Any) -> Any:
-    """A pytree whose leaves that are no arrays are static. What has none stays the same
-    object."""
+    """A pytree whose leaves that are no arrays are static. What has none, or is closed
+    already, stays the same object."""
     if not any(map(_may_be_static, jax.tree.leaves(tree))):
         return tree
-    library = equinox()
+    library, made = equinox(), []
+
+    def static(x: Any) -> Static:
+        made.append(Static(x))
+        return made[-1]
 
     def of_module(x: Any) -> Any:
-        return x if _is_array(x) or not _has_hash(x) else Static(x)
+        return x if _is_array(x) or not _has_hash(x) else static(x)
 
     def close(x: Any) -> Any:
         if _is_module(x, library):  # its numbers are no arrays either, by its own rules
             return jax.tree.map(of_module, x)
-        return Static(x) if is_static(x) else x
+        return static(x) if is_static(x) else x
 
     closed = jax.tree.map(close, tree, is_leaf=lambda x: _is_module(x, library))
-    return closed if any(map(_is_closed, _leaves(closed))) else tree
+    return closed if made else tree
 
 
 def close_call(

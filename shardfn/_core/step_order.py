@@ -1,12 +1,13 @@
 """What follows from the order of a plan's steps.
 
-In: steps in the order in which they run. Out: which of them are one collective, and
-how long each version is needed.
+In: steps in the order in which they run. Out: which of them are one collective, what
+each makes, and how long each version is needed.
 """
 
 from collections.abc import Sequence
 
-from shardfn._core.plan import HostStep, Ref, Reshard, Step, reads
+from shardfn._core.plan import Apply, BlockLoop, HostStep, Ref, Reshard, Step, reads
+from shardfn._core.program import Program
 
 
 def together(steps: Sequence[Step | HostStep], index: int) -> tuple[Reshard, ...]:
@@ -36,3 +37,12 @@ def last_uses(
         if ref not in leaving:
             out.setdefault(index, []).append(ref)
     return out
+
+
+def made_by(program: Program, step: Step | HostStep) -> tuple[Ref, ...]:
+    """The versions that a step makes."""
+    if isinstance(step, Apply):
+        return (*map(Ref, program.nodes[step.node].outputs), *step.exports)
+    if isinstance(step, Reshard):
+        return step.makes
+    return step.made if isinstance(step, BlockLoop) else (step.result,)

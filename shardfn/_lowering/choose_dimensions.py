@@ -20,32 +20,59 @@ from shardfn._core.sharding import Sharding, Split, on_axis
 from shardfn._lowering.choose_stationary import with_sums
 from shardfn._lowering.plan_jaxpr import Planner
 from shardfn._lowering.sent_bytes import Sent, leaves_met, sent, updated_with, uses_of
+from shardfn.analysis._text import size_text
 
 Dimensions = Mapping[str, int]
 """By the names of leaves, the dimension that is split over the stored axis."""
 
 
-def choose_dimensions(planner: Planner, fixed: frozenset[str]) -> dict[str, int]:
-    """The dimensions with which a step sends least, of leaves that are best stored
-    otherwise than now.
+@dataclass(frozen=True, slots=True)
+class StoredByUse:
+    """The dimensions on which leaves are best stored.
+
+    Attributes:
+      dimensions: by the name of each leaf that is best stored otherwise than now; empty
+        if no fifth of what is sent is saved.
+      now: what each device sends per step as leaves are stored now.
+      then: what it sends if they are stored so.
+    """
+
+    dimensions: Dimensions
+    now: Sent
+    then: Sent
+
+    @property
+    def text(self) -> str:
+        """What is sent then, and now."""
+        sends = [
+            f"{size_text(x.bytes)} in {x.collectives} collectives"
+            for x in (self.then, self.now)
+        ]
+        return f"{sends[0]} instead of {sends[1]}"
+
+
+def choose_dimensions(planner: Planner, fixed: frozenset[str]) -> StoredByUse:
+    """The dimensions with which a step sends least.
 
     Args:
       planner: of the step, its state stored as it is now.
       fixed: leaves that stay as they are.
 
     Returns:
-      The dimensions by name; empty if no fifth of what is sent is saved.
+      The dimensions, and what they save.
     """
     made, _ = planner.choose()
     now = sent(*made, planner.axes)
     search = _Search.of(planner, fixed)
     found = search.best()
     if not found:
-        return {}
+        return StoredByUse({}, now, now)
     made, _ = search.stored(found).choose()
-    saved = now.price - sent(*made, planner.axes).price
+    then = sent(*made, planner.axes)
     worth = max(STATIONARY_BYTES, STATIONARY_SHARE * now.bytes)
-    return dict(sorted(found.items())) if saved >= worth else {}
+    if now.price - then.price < worth:
+        return StoredByUse({}, now, now)
+    return StoredByUse(dict(sorted(found.items())), now, then)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,12 @@ Bytes = Mapping[int, int]
 
 
 def choose_offload(
-    planned: Planned, names: Sequence[str], able: Sequence[int], asked: str, bound: int
+    planned: Planned,
+    names: Sequence[str],
+    able: Sequence[int],
+    asked: str,
+    bound: int,
+    correction: int = 0,
 ) -> OffloadChoice:
     """The leaves that go to the host.
 
@@ -38,6 +43,7 @@ def choose_offload(
       able: the positions of those to be chosen from.
       asked: as the user wrote it.
       bound: bytes that the step may take of each device.
+      correction: bytes that it takes beyond the plan's estimate.
 
     Returns:
       The choice; of one that does not fit, with all leaves on the host.
@@ -47,7 +53,7 @@ def choose_offload(
 
     def taken(on_host: frozenset[int]) -> int:
         body = with_host_leaves(program, plain, on_host | planned.body.on_host, axes)
-        return peak_bytes(program, body, axes)
+        return peak_bytes(program, body, axes) + correction
 
     without = taken(frozenset())
     roles = {i: _role(planned, i) for i in able}
@@ -73,6 +79,7 @@ def choose_offload(
             )
             for role in ROLES
         ),
+        correction,
     )
 
 

@@ -41,7 +41,7 @@ WHOLE = (
     "small sums behind stationary leaves are all-reduced: what is made of scattered "
     f"ones is gathered again, and {COUNTS}"
 )
-UNABLE = "it is stored padded or flattened, and only even parts of a dimension stay"
+UNABLE = "it is stored padded or flattened, and of such leaves only rows stay"
 
 
 NONE = Sent()
@@ -59,7 +59,7 @@ class StationaryChoice:
         plan was made.
       others: the names of leaves that are updated with those, and that no plan gathers.
       is_bound: whether `staying` is a bound, and no plan has been made.
-      unable: the names of those that are asked to stay, and cannot.
+      unable: the names of those that are asked to stay, and are gathered even so.
       more: bytes of values at once that this plan takes more than one that gathers, if
         it takes too many.
       whole: whether small sums behind those that stay are all-reduced.
@@ -84,8 +84,8 @@ class StationaryChoice:
     def notes(self) -> tuple[str, ...]:
         """The plan's lines about the leaves that stay, or would but for memory."""
         lines = []
-        if self.stays:
-            names = listed(sorted(self.stays), SHOWN_LEAVES)
+        if self.stays - self.unable:
+            names = listed(sorted(self.stays - self.unable), SHOWN_LEAVES)
             sent = f": {self.sent}" if self.is_chosen else ""
             lines.append(f"stationary, so that what meets them moves: {names}{sent}")
         if self.whole:
@@ -121,10 +121,10 @@ class StationaryChoice:
 
     def why(self, leaf: str) -> str:
         """What to say of a leaf; "" if it was not considered."""
-        if leaf in self.stays:
-            return f"stationary: {self.sent if self.is_chosen else 'asked for'}"
         if leaf in self.unable:
             return f"not stationary: {UNABLE}"
+        if leaf in self.stays:
+            return f"stationary: {self.sent if self.is_chosen else 'asked for'}"
         if leaf not in self.gathers:
             return ""
         if self.more:

@@ -118,10 +118,21 @@ class ControlFlow:
     def remat(self, operands: Arrays) -> Arrays:
         node, step = self.node, self.step
         args = self.entering(step.bodies[0], node.bodies[0], operands)
-        body, run = node.bodies[0], self.body(0)
+        body, run, trees = node.bodies[0], self.body(0), []
+        imports, treedef = jax.tree.flatten(self.imports)
         weights = [bool(body.leaf(v)) for v in body.inputs]
         early = [i in step.early for i in range(len(args))]
-        return compat.bind_remat(node.eqn, run, args, weights, early, self.imports)
+
+        count = len(args)
+
+        def on_arrays(*flat: jax.Array) -> list[jax.Array]:
+            inside = jax.tree.unflatten(treedef, flat[count:])
+            made, tree = jax.tree.flatten(run(*flat[:count], *inside))
+            trees.append(tree)
+            return made
+
+        made = compat.bind_remat(node.eqn, on_arrays, args, weights, early, imports)
+        return jax.tree.unflatten(trees[-1], made)
 
     def custom(self, operands: Arrays) -> Arrays:
         node, step = self.node, self.step
@@ -148,7 +159,8 @@ class ControlFlow:
 
         def iteration(carry: Any, x: Any, made: Any = ()) -> tuple[Any, Any]:
             if node.backward and node.is_unrolled:
-                x = barrier(*x, *carry)[: len(x)]  # or it shares the forward's gathers
+                leaves, tree = jax.tree.flatten(x)  # or it shares the forward's gathers
+                x = tree.unflatten(barrier(*leaves, *carry)[: len(leaves)])
             out = run(*consts, *carry, *x, *made)
             return tuple(out[:n_carry]), tuple(out[n_carry:])
 

@@ -30,14 +30,16 @@ from shardfn._core.plan import (
     Transfer,
 )
 from shardfn._core.program import Node, Program, aval_of
-from shardfn._core.quantized_leaf import bits_of, dequantize_p
+from shardfn._core.quantized_leaf import bits_of, dequantize_p, written_as
 from shardfn._core.sharding import Axes, Sharding, local_shape
 from shardfn._core.step_order import last_uses, together
+from shardfn._lowering.bits import Bits, whole
 from shardfn._lowering.block_loop import run_blocks, transfer
 from shardfn._lowering.control_flow import ControlFlow, typed
 from shardfn._lowering.extremum_jvp import Extreme
 from shardfn._lowering.operations import Cut, is_picked, run_op
-from shardfn._lowering.reshards import Bits, move_along, move_together, reads_of
+from shardfn._lowering.reshards import move_along, move_together, reads_of
+from shardfn._lowering.residual_sums import move_leaving
 
 Arrays = Sequence[jax.Array]
 
@@ -75,8 +77,7 @@ def _emit_part(
     place: Place,
     apart: frozenset[str],
 ) -> list[jax.Array]:
-    """What a plan that runs ahead of a loop exports, from the arguments that are
-    known."""
+    """What a plan that runs ahead of a loop exports."""
     return _Run(program, plan, axes, place, apart).run_part(args)
 
 
@@ -87,7 +88,7 @@ class _Run:
     axes: Axes
     place: Place
     apart: frozenset[str]
-    env: dict[Ref, jax.Array] = field(default_factory=dict)
+    env: dict[Ref, Any] = field(default_factory=dict)
     literals: dict[Any, jax.Array] = field(default_factory=dict)
     extremes: dict[Ref, Extreme] = field(default_factory=dict)
     picked: set[Ref] = field(default_factory=set)
@@ -139,14 +140,11 @@ class _Run:
             if isinstance(step, Reshard):
                 self.reshard(index)
                 continue
-            if isinstance(step, Transfer):
+            assert not isinstance(step, BlockLoop)
+            if isinstance(step, Transfer) or self.program.nodes[step.node].kind == "op":
                 self.follow(step)
                 continue
-            assert isinstance(step, Apply)
             node = self.program.nodes[step.node]
-            if node.kind == "op":
-                self.apply(step, node)
-                continue
             known = [
                 self.read(ref, atom) if ref is None or ref in self.env else None
                 for ref, atom in zip(step.operands, node.inputs, strict=True)
@@ -156,18 +154,18 @@ class _Run:
             self.env.update(zip(step.exports, made, strict=True))
         return [self.env[ref] for ref in self.plan.exports]
 
-    def read(self, ref: Ref | None, atom: Any) -> jax.Array:
+    def read(self, ref: Ref | None, atom: Any, backward: bool = False) -> jax.Array:
         if ref is not None:
-            return self.copies[ref].pop() if self.copies.get(ref) else self.env[ref]
+            x = self.copies[ref].pop() if self.copies.get(ref) else self.env[ref]
+            made = {} if self.axes.reads_apart else self.literals
+            return whole(x, made, (ref, backward))
         key = (str(atom.aval), np.asarray(atom.val).tobytes())
         if key not in self.literals:
             value = jnp.asarray(np.asarray(atom.val), atom.aval.dtype)
             self.literals[key] = compat.with_weak_type(value, atom.aval.weak_type)
         return self.literals[key]
 
-    def typed(
-        self, x: jax.Array, sharding: Sharding, weak: bool | None = None
-    ) -> jax.Array:
+    def typed(self, x: Any, sharding: Sharding, weak: bool | None = None) -> jax.Array:
         return typed(x, sharding, self.axes, self.apart, weak)
 
     # Moves
@@ -189,16 +187,16 @@ class _Run:
     def cut_off(self, step: Reshard) -> None:
         """Lets nothing use a whole value before the part of it that stays is cut off:
         a compiler that cuts late keeps the whole until then."""
-        both = self.env[step.source], self.env[step.result]
-        both = lax.optimization_barrier(both)
-        self.env[step.source], self.env[step.result] = both
+        refs = step.source, step.result
+        both = lax.optimization_barrier([self.env[ref] for ref in refs])
+        self.env.update(zip(refs, both, strict=True))
 
     def tied(self, step: Reshard) -> Any:
         """What a move moves, no earlier than what it waits for."""
-        x = self.env[step.source]
-        if any(step.written) and not step.auto and step.source in self.bits:
-            after = None if step.after is None else self.env[step.after]
-            return self.bits[step.source].behind(after)
+        x = self.bits.get(step.source, self.env[step.source])
+        if isinstance(x, Bits) and step.takes_bits:
+            return x if step.after is None else x.behind(self.env[step.after])
+        x = whole(self.env[step.source], {}, None)
         if step.after is None:
             return x
         if len(step.path) == 1:
@@ -214,6 +212,11 @@ class _Run:
 
     def moved(self, step: Reshard, x: jax.Array) -> list[jax.Array]:
         """What a move makes: one array, or one for each use."""
+        if step.residual is not None:
+            rows = self.program.avals[step.residual.value].shape[0]
+            made = move_leaving(step, rows, x, self.place, self.axes)
+            self.env[step.residual] = made.pop()
+            return made
         # What JAX keeps of a derivative must not refer to this run and its tracers.
         run = functools.partial(
             move_along,
@@ -222,8 +225,8 @@ class _Run:
             axes=self.axes,
             picked=step.source in self.picked,
         )
-        extreme, reduces, count = self.extremes.get(step.source), 0, len(step.path) - 1
-        if extreme is not None:
+        reduces, count = 0, len(step.path) - 1
+        if extreme := self.extremes.get(step.source):
             reduces = min(extreme.moves, count)
             x = extreme.reduced(x, lambda x: run(0, reduces, x)[0])
         return run(reduces, count, x, copies=reads_of(step, self.plan, self.axes))
@@ -231,7 +234,6 @@ class _Run:
     # Memories
 
     def follow(self, step: Apply | Transfer) -> None:
-        """An equation, or a copy between the memories."""
         if isinstance(step, Apply):
             return self.apply(step, self.program.nodes[step.node])
         x = self.env[step.source]
@@ -269,8 +271,8 @@ class _Run:
 
     def apply(self, step: Apply, node: Node) -> None:
         operands = [
-            self.read(ref, atom)
-            for ref, atom in zip(step.operands, node.inputs, strict=True)
+            self.read(*pair, node.backward)
+            for pair in zip(step.operands, node.inputs, strict=True)
         ]
         if step.after is not None:
             operands[0] = self.waiting(operands[0], step.after)
@@ -294,16 +296,15 @@ class _Run:
         self.env.update(zip(step.exports, results[count:], strict=True))
 
     def op(self, step: Apply, node: Node, operands: Arrays) -> Arrays:
-        results, extreme = run_op(
-            self.program, step, node, operands, self.axes, self.cut
-        )
+        given = self.program, step, node, operands
+        results, extreme = run_op(*given, self.axes, self.cut)
         if extreme is not None:
             self.extremes[Ref(node.outputs[0])] = extreme
         if is_picked(step, node):
             self.picked.add(Ref(node.outputs[0]))
         if node.eqn.primitive is dequantize_p:
-            bits = bits_of(*operands)
-            self.bits[Ref(node.outputs[0])] = Bits(*bits, results[0].dtype)
+            how, dtype = written_as(node.eqn), results[0].dtype
+            self.bits[Ref(node.outputs[0])] = Bits(*bits_of(*operands), how, dtype)
         return results
 
     def flow(self, step: Apply, node: Node, imports: Arrays) -> ControlFlow:

@@ -34,6 +34,8 @@ def live_bytes(program: Program, body: BodyPlan, axes: Axes) -> int:
     for i, step in enumerate(body.steps):
         for ref, sharding in _made(program, step):
             size = _local_bytes(program, ref, sharding, axes)
+            if isinstance(step, Reshard) and step.in_bits:
+                size //= step.itemsize
             live += size
             end = last.get(ref, i)
             ends[end] = ends.get(end, 0) + size

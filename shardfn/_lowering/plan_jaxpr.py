@@ -16,11 +16,12 @@ from shardfn._core.plan import BodyPlan
 from shardfn._core.program import Program, aval_of
 from shardfn._core.sharding import Axes, Sharding, stored_shape
 from shardfn._core.stages import Observer, unobserved
+from shardfn._lowering.choose_owners import OwnersChoice, choose_owners
 from shardfn._lowering.choose_stationary import StationaryChoice, choose_stationary
-from shardfn._lowering.sent_bytes import Made
+from shardfn._lowering.sent_bytes import Made, uses_of
 from shardfn._propagation.automatic_axes import split_automatically
 from shardfn._propagation.propagate import propagate
-from shardfn._propagation.stationary import can_stay, stationary
+from shardfn._propagation.stationary import can_stay, is_padded, stationary
 from shardfn._schedule.host_transfers import host_transfers
 from shardfn._schedule.pipeline import schedule
 from shardfn._schedule.widen_reductions import widen
@@ -58,11 +59,13 @@ class PlannedJaxpr:
       program: the function.
       body: its plan.
       stationary: which leaves of the state stay where they are, and why.
+      owners: which updates of whole matrices are divided among their owners, and why.
     """
 
     program: Program
     body: BodyPlan
     stationary: StationaryChoice
+    owners: OwnersChoice = OwnersChoice()
 
 
 def plan_jaxpr(
@@ -106,9 +109,16 @@ def plan_jaxpr(
         made, choice = planner.plan(frozenset()), StationaryChoice()
     else:
         made, choice = planner.choose()
+
+    def plan(program: Program) -> Made:
+        other = replace(planner, program=program)
+        return other.plan(choice.all, choice.whole)
+
+    made, owners = choose_owners(planner.program, made, axes, plan)
     if observe is not unobserved:
+        planner = replace(planner, program=owners.program or planner.program)
         made = planner.plan(choice.all, choice.whole, observe)
-    return PlannedJaxpr(*made, choice)
+    return PlannedJaxpr(*made, choice, owners)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +138,19 @@ class Planner:
         """The plan that sends least, of those with leaves staying that may."""
         made, asked, may = self.plan(frozenset()), self.asked(True), self.asked("auto")
         made, choice = choose_stationary(made, asked, may, self.axes, self.plan)
-        return made, replace(choice, unable=self.asked(True, able=False))
+        return made, replace(choice, unable=self.unable(made, asked))
+
+    def unable(self, made: Made, asked: frozenset[str]) -> frozenset[str]:
+        """The leaves that are asked to stay, and are stored so that they cannot."""
+        padded = {
+            name
+            for value, sharding in zip(self.program.inputs, self.inputs, strict=True)
+            if is_padded(self.program.avals[value], sharding, self.axes)
+            for name in asked.intersection(self.program.leaf(value))
+        }
+        uses = uses_of(*made, self.axes) if padded else ()
+        gathered = {name for use in uses for name in padded.intersection(use.leaf)}
+        return self.asked(True, able=False) | gathered
 
     def asked(self, stationary: Stationary, able: bool = True) -> frozenset[str]:
         """The names of the stored leaves of which `stationary` is asked, of those that
@@ -136,8 +158,7 @@ class Planner:
         return frozenset(
             name
             for value, sharding in zip(self.program.inputs, self.inputs, strict=True)
-            if sharding != self.axes.replicated
-            and can_stay(self.program.avals[value], sharding, self.axes) == able
+            if sharding != self.axes.replicated and can_stay(sharding) == able
             for name in self.program.leaf(value)
             if self.control.of(name).stationary == stationary
         )
@@ -175,9 +196,9 @@ class Planner:
         """The shardings of arguments and results, those of these leaves marked."""
         inputs, required = list(self.inputs), list(self.required)
         for i, value in enumerate(self.program.inputs if stays else ()):
-            aval, sharding = self.program.avals[value], inputs[i]
+            sharding = inputs[i]
             named = not stays.isdisjoint(self.program.leaf(value))
-            if named and can_stay(aval, sharding, self.axes):
+            if named and can_stay(sharding):
                 inputs[i] = stationary(sharding)
                 if required[i] == sharding:
                     required[i] = inputs[i]

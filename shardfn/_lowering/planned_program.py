@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from shardfn._core import compat
+from shardfn._core.barrier import barrier
 from shardfn._core.control import Control
 from shardfn._core.leaves import Leaf
 from shardfn._core.offloading import OffloadChoice
@@ -65,7 +66,11 @@ class Planned:
 
     def run(self, *args: jax.Array) -> list[jax.Array]:
         """Runs the step on local blocks, inside `shard_map`."""
-        out = emit(self.program, self.body, args, self.axes)
+        # Behind barriers what lives on the host: of such an argument that is copied
+        # twice, once behind a barrier, libtpu drops that copy and computes over there.
+        on_host = self.body.on_host
+        given = [barrier(x)[0] if i in on_host else x for i, x in enumerate(args)]
+        out = emit(self.program, self.body, given, self.axes)
         for j, (leaf, sharding) in enumerate(zip(self.state, self.stored, strict=True)):
             if j in self.body.to_host:  # their copies have zeros there
                 continue

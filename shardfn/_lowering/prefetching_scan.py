@@ -37,7 +37,7 @@ def scan_ahead(
     *,
     parts: Sequence[AheadPart],
     init: Arrays,
-    xs: Sequence[jax.Array],
+    xs: Arrays,
     length: int,
     reverse: bool,
     unroll: Any,
@@ -66,7 +66,10 @@ def scan_ahead(
         at = jnp.minimum(iteration, length - 1)
         at = length - 1 - at if reverse else at
         slices = [
-            lax.dynamic_index_in_dim(x, at, keepdims=False) if i in part.reads else None
+            jax.tree.map(
+                lambda leaf: lax.dynamic_index_in_dim(leaf, at, keepdims=False),
+                x if i in part.reads else None,
+            )
             for i, x in enumerate(xs)
         ]
         if after:

@@ -1,7 +1,7 @@
 """How quantized terms are summed: no collective can, so the devices exchange them.
 
 In: a device's terms of a value, and a move to parts of their sum. Out: its part, summed
-in float32 from terms that were rounded once each.
+in float32 from terms that were rounded once each, and what rounding took if asked.
 """
 
 from collections.abc import Sequence
@@ -15,9 +15,11 @@ from jax import lax
 from shardfn._core.moves import ExchangeTerms
 from shardfn._core.quantize import pack, unpack
 from shardfn._core.quantized import Quantized
-from shardfn._core.sharding import Axes, along
+from shardfn._core.sharding import Axes, along, local_shape, on_axis, viewed
 from shardfn._lowering.move_lowerings import (
     Block,
+    cut_to,
+    dim_of,
     end_to_end,
     joined,
     lowering,
@@ -52,14 +54,48 @@ def _exchange_together(blocks: Sequence[Block], axes: Axes) -> list[jax.Array]:
     ]
 
 
+def exchange_leaving(
+    x: jax.Array, shape: Sequence[int], move: ExchangeTerms, axes: Axes
+) -> tuple[jax.Array, jax.Array]:
+    """The same, and what rounding took from the parts: `[devices, *part]`."""
+    terms = _parts(x, shape, move, axes)
+    sent = _written(terms, move, axes)
+    left = terms - unpack(sent, _of_terms(move), terms.dtype)
+    came = lax.all_to_all(sent, names_of(move, axes), 0, 0, tiled=True)
+    return _sum(came, move, x.dtype), left
+
+
+def of_parts(
+    parts: jax.Array, shape: Sequence[int], move: ExchangeTerms, axes: Axes
+) -> jax.Array:
+    """The local block that was cut into these parts."""
+    full = local_shape(shape, on_axis(move.before, move.axis, None), axes)
+    view, dim = viewed(full, dim_of(move.goal))
+    x = jnp.moveaxis(parts, 0, dim)
+    x = x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :])
+    return cut_to(x, dim, view[dim]).reshape(full)
+
+
 def _packed(
     x: jax.Array, shape: Sequence[int], move: ExchangeTerms, axes: Axes
 ) -> jax.Array:
-    """A device's terms of the parts of all devices, in bytes: `[devices, *part]`."""
+    """A device's terms of the parts of all devices, in bytes."""
+    return _written(_parts(x, shape, move, axes), move, axes)
+
+
+def _parts(
+    x: jax.Array, shape: Sequence[int], move: ExchangeTerms, axes: Axes
+) -> jax.Array:
+    """A device's terms of the parts of all devices: `[devices, *part]`."""
     name, count = names_of(move, axes), along(move.after, move.axis, axes)
     x, dim = to_scatter(varying(x, *name), shape, move, axes)
     parts = x.reshape(*x.shape[:dim], count, -1, *x.shape[dim + 1 :])
-    return pack(jnp.moveaxis(parts, dim, 0), _of_terms(move), lax.axis_index(name))
+    return jnp.moveaxis(parts, dim, 0)
+
+
+def _written(parts: jax.Array, move: ExchangeTerms, axes: Axes) -> jax.Array:
+    """Such terms in bytes."""
+    return pack(parts, _of_terms(move), lax.axis_index(names_of(move, axes)))
 
 
 def _sum(terms: jax.Array, move: ExchangeTerms, dtype: Any) -> jax.Array:

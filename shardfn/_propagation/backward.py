@@ -83,7 +83,7 @@ def propagate_backward(
     env: dict[int, Sharding],
     required: Sequence[Sharding | None],
     output_preferences: Sequence[Preferences],
-    may_stay_unreduced: Sequence[bool],
+    may_stay_unreduced: Sequence[frozenset[int]],
     axes: Axes,
     memo: Memo,
 ) -> BackwardResult:
@@ -150,7 +150,7 @@ class _Pass:
         value: int,
         fixed: Sharding | None,
         preferences: Preferences,
-        may_stay_unreduced: bool,
+        may_stay_unreduced: frozenset[int],
     ) -> None:
         states = fixed if fixed is not None else self.axes.replicated
         given = (
@@ -161,7 +161,7 @@ class _Pass:
         for axis, state in enumerate(states):
             if not self.unreduced(value, axis):
                 continue
-            may_stay = may_stay_unreduced and (
+            may_stay = axis in may_stay_unreduced and (
                 fixed is None or isinstance(state, Unreduced)
             )
             if not may_stay:
@@ -192,8 +192,11 @@ class _Pass:
                 self.merges.discard(place)
 
     def node(self, node: Node, decision: Decision) -> None:
+        waits = node.rule is not None and bool(node.rule.terms)
         for value in node.outputs:
             if value in self.sums:
+                each = range(len(self.axes.names)) if waits else ()
+                self.blocked.update((value, axis) for axis in each)
                 self.choose_reduction(value)
         if any(isinstance(a, int) and a in self.sums for a in node.inputs):
             for axis in range(len(self.axes.names)):
@@ -216,6 +219,8 @@ class _Pass:
             return
         results = [(r, axis) for r in node.outputs]
         total = sum(self.cost.get(r, 0.0) for r in results)
+        if node.rule is not None and node.rule.terms:
+            total = 0.0
         merging = len(passed) > 1 or any(r in self.merges for r in results)
         for value in passed:
             place = (value, axis)

@@ -41,7 +41,9 @@ def _cond(site: FlowSite) -> Decision:
 
     def solve(required: Sequence[Sharding | None]) -> list[Solved]:
         return [
-            site.solve(body, operands, required, site.preferences, (False,) * count)
+            site.solve(
+                body, operands, required, site.preferences, (frozenset(),) * count
+            )
             for body in site.node.bodies
         ]
 

@@ -5,11 +5,12 @@ Out: its `Decision`; equal equations share one.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from shardfn._core.constraint import constrained, operand_preference
 from shardfn._core.control import Control
+from shardfn._core.leaves import Names
 from shardfn._core.op_sharding_rule import OpShardingRule
 from shardfn._core.program import Atom, Node, Program, aval_of
 from shardfn._core.sharding import Axes, Sharding
@@ -38,6 +39,7 @@ class Decider:
       sources: the least bytes of what each value is made of alone, where leaves are
         stationary.
       whole: whether small sums behind these are all-reduced.
+      fed: by leaf, the mesh axis along which gradients stay terms for a residual.
     """
 
     program: Program
@@ -49,6 +51,7 @@ class Decider:
     known: dict[Hashable, Decision]
     sources: Mapping[int, int]
     whole: bool = False
+    fed: Mapping[Names, int] = field(default_factory=dict)
 
     @property
     def nothing(self) -> Preferences:
@@ -178,19 +181,25 @@ class Decider:
 
     def may_leave_unreduced(
         self, node: Node, value: int, backward: BackwardResult
-    ) -> bool:
-        """Whether a result of control flow may leave it unreduced.
+    ) -> frozenset[int]:
+        """The mesh axes along which a result of control flow may leave it unreduced.
 
         What a loop makes in every iteration may if it is small, and is then reduced
-        once, after the loop; so may gradients that a loop around this one defers. A
-        custom derivative takes cotangents of whole results.
+        once, after the loop; so may gradients that a loop around this one defers, and
+        those that a residual is added to behind it, along its axis. A custom derivative
+        takes cotangents of whole results.
         """
         if node.kind == "custom":
-            return False
+            return frozenset()
+        axes = frozenset(range(len(self.axes.names)))
         if node.kind != "remat" and not self.defers(node, value):
-            return elements(self.program.avals[value]) < self.small
-        axes = range(len(self.axes.names))
-        return all((value, axis) not in backward.reduce_at_producer for axis in axes)
+            if elements(self.program.avals[value]) < self.small:
+                return axes
+            return axes & {self.fed.get(self.program.leaf(value), -1)}
+        now = {axis for axis in axes if (value, axis) in backward.reduce_at_producer}
+        return (
+            axes & {self.fed.get(self.program.leaf(value), -1)} - now if now else axes
+        )
 
     def defers(self, node: Node, value: int) -> bool:
         """Whether `value` is what a scan stacks of a gradient to be deferred."""

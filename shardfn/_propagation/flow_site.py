@@ -36,7 +36,7 @@ class Solve(Protocol):
         inputs: Sequence[Sharding],
         required: Sequence[Sharding | None],
         preferences: Sequence[Preferences],
-        may_stay_unreduced: Sequence[bool],
+        may_stay_unreduced: Sequence[frozenset[int]],
     ) -> Solved: ...
 
 
@@ -51,7 +51,7 @@ class FlowSite:
       states: shardings of its operands now.
       preferences: those of its results' consumers.
       operand_preferences: those of its operands' consumers so far.
-      may_stay_unreduced: per result, whether it may stay unreduced.
+      may_stay_unreduced: per result, the mesh axes along which it may.
       axes: the mesh axes.
       small: values with fewer elements may stay unreduced across iterations.
       solve: solves a body.
@@ -65,7 +65,7 @@ class FlowSite:
     states: Sequence[Sharding]
     preferences: Sequence[Preferences]
     operand_preferences: Sequence[Preferences]
-    may_stay_unreduced: Sequence[bool]
+    may_stay_unreduced: Sequence[frozenset[int]]
     axes: Axes
     small: int
     solve: Solve

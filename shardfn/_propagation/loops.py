@@ -41,6 +41,7 @@ def scan(site: FlowSite) -> Decision:
         _shift_preferences(w, -1) if j in region.stacks else w
         for j, w in enumerate(site.preferences)
     ]
+    every = frozenset(range(len(site.axes.names)))
     stacks_may_stay = span(site.may_stay_unreduced, region.stacks)
 
     def solve(carry: Sequence[Sharding], pin: bool) -> Solved:
@@ -51,7 +52,7 @@ def scan(site: FlowSite) -> Decision:
             (*consts, *carry, *inner_xs),
             (*fixed, *[None] * len(stacks_may_stay)),
             (*carried, *span(preferences, region.stacks)),
-            (*(True for _ in carry), *stacks_may_stay),
+            (*(every for _ in carry), *stacks_may_stay),
         )
 
     carry = _carries(
@@ -76,7 +77,7 @@ def _over_rows(site: FlowSite, loop: RowLoop) -> Decision:
         (whole,) * len(body.inputs),
         (whole,) * len(body.outputs),
         (site.no_preferences,) * len(body.outputs),
-        (False,) * len(body.outputs),
+        (frozenset(),) * len(body.outputs),
     )
     preferences = tuple(
         tuple(frozenset(() if isinstance(s, Unreduced) else (s,)) for s in operand)
@@ -118,7 +119,7 @@ def while_loop(site: FlowSite) -> Decision:
             (*consts, *carry),
             tuple(fixed),
             tuple(union(w, c) for w, c in zip(site.preferences, carry, strict=True)),
-            (False,) * len(carry),
+            (frozenset(),) * len(carry),
         )
 
     carry = _carries(
@@ -135,7 +136,7 @@ def while_loop(site: FlowSite) -> Decision:
         (*tests, *carry),
         (site.axes.replicated,),
         [site.no_preferences],
-        (False,),
+        (frozenset(),),
     )
     preferences = (
         *span(solved_test.preferences, tested.constants),

@@ -44,6 +44,9 @@ class OpSite(SplittableFactors):
         self.operands = [self.axes.replicated] * len(self.operand_avals)
         self.results = [self.axes.replicated] * len(self.result_avals)
         for axis in range(len(self.axes.names)):
+            if self.rule.terms:
+                self.with_terms(axis)
+                continue
             passing = self.passes_unreduced(axis)
             if passing is not None:
                 self.pass_unreduced(axis, passing)
@@ -93,6 +96,19 @@ class OpSite(SplittableFactors):
             self.operands[i] = on_axis(self.operands[i], axis, Unreduced())
         for j in range(len(self.results)):
             self.results[j] = on_axis(self.results[j], axis, Unreduced())
+
+    def with_terms(self, axis: int) -> None:
+        """Splits the factor that counts terms, where an operand has it split."""
+        pairs = zip(self.states, self.rule.operands, strict=True)
+        splits = ((s[axis], dims) for s, dims in pairs)
+        counting = any(
+            isinstance(s, Split) and self.factor(dims, s.dim) == self.rule.terms
+            for s, dims in splits
+        )
+        if counting and self.can_part(axis, self.rule.terms, True):
+            self.split(axis, self.rule.terms, Split(0, stored=True))
+        elif (chosen := self.choose(axis)) and chosen[0] != self.rule.terms:
+            self.split(axis, *chosen)
 
     # Split operands
 

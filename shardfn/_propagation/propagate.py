@@ -9,15 +9,17 @@ they are made, until a round changes nothing. Any round's decisions are a correc
 """
 
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardfn._core.control import NOTHING_ASKED, Control
+from shardfn._core.leaves import Names
 from shardfn._core.limits import FREE_ROUNDS
 from shardfn._core.plan import BodyPlan
 from shardfn._core.program import Program, aval_of
 from shardfn._core.reasons import Note
+from shardfn._core.residual import feed_back_p
 from shardfn._core.sharding import Axes, Sharding, Split
 from shardfn._propagation.backward import BackwardResult, Memo, propagate_backward
 from shardfn._propagation.decide_node import Decider
@@ -44,12 +46,14 @@ class Solver:
         cost latency, not bytes.
       control: which sums of loops to leave unreduced until after them.
       whole: whether small sums behind stationary leaves are all-reduced.
+      fed: by leaf, the mesh axis along which gradients stay terms for a residual.
     """
 
     axes: Axes
     small: int
     control: Control
     whole: bool = False
+    fed: Mapping[Names, int] = field(default_factory=dict)
     memo: dict[Any, Solved] = field(default_factory=dict)
     ops: dict[Hashable, Decision] = field(default_factory=dict)
     backward_memo: Memo = field(default_factory=Memo)
@@ -60,7 +64,7 @@ class Solver:
         inputs: Sequence[Sharding],
         required: Sequence[Sharding | None],
         preferences: Sequence[Preferences],
-        may_stay_unreduced: Sequence[bool],
+        may_stay_unreduced: Sequence[frozenset[int]],
     ) -> Solved:
         """Plans one program.
 
@@ -69,7 +73,7 @@ class Solver:
           inputs: shardings of its arguments.
           required: shardings that its outputs must have; None for any.
           preferences: what the consumers of its outputs would take.
-          may_stay_unreduced: whether an output may stay unreduced.
+          may_stay_unreduced: the mesh axes along which an output may stay so.
 
         Returns:
           The plan, and what the program prefers its arguments in.
@@ -107,6 +111,7 @@ class Solver:
             self.ops,
             least_sources(program) if stays else {},
             self.whole and stays,
+            self.fed,
         )
 
 
@@ -119,7 +124,7 @@ class _Body:
     inputs: Sequence[Sharding]
     required: Sequence[Sharding | None]
     output_preferences: Sequence[Preferences]
-    may_stay_unreduced: Sequence[bool]
+    may_stay_unreduced: Sequence[frozenset[int]]
     decider: Decider
     decisions: list[Decision] = field(default_factory=list)
 
@@ -189,12 +194,11 @@ class _Body:
         if fixed is not None:
             return fixed
         state = self.decider.state(atom)
-        if self.may_stay_unreduced[j]:
-            return state
-        preferences = self.output_preferences[j]
-        return reduced(
-            state, preferences, aval_of(self.program, atom), self.solver.axes
-        )
+        preferences, aval = self.output_preferences[j], aval_of(self.program, atom)
+        done = reduced(state, preferences, aval, self.solver.axes)
+        stays = self.may_stay_unreduced[j]
+        each = enumerate(zip(state, done, strict=True))
+        return tuple(s if axis in stays else d for axis, (s, d) in each)
 
     def decide_all(self, backward: BackwardResult) -> None:
         """Decides every node in order; also the sharding of every value."""
@@ -243,12 +247,22 @@ def propagate(
     Returns:
       The plan of the step, before any schedule pass.
     """
-    solver = Solver(axes, small, control, whole)
+    solver = Solver(axes, small, control, whole, _fed(program, axes))
     preferences = [
         tuple(frozenset({s}) if isinstance(s, Split) else frozenset({None}) for s in r)
         if r is not None
         else (frozenset(),) * len(axes.names)
         for r in required
     ]
-    may_stay_unreduced = [False] * len(required)
+    may_stay_unreduced = [frozenset[int]()] * len(required)
     return solver.solve(program, inputs, required, preferences, may_stay_unreduced).plan
+
+
+def _fed(program: Program, axes: Axes) -> dict[Names, int]:
+    """The gradients that a program feeds residuals to, and along which axis."""
+    return {
+        program.leaf(node.outputs[0]): axes.names.index(over)
+        for node in program.nodes
+        if node.kind == "op" and node.eqn.primitive is feed_back_p
+        if (over := node.eqn.params["over"]) in axes.names
+    }

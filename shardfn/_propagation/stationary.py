@@ -25,16 +25,17 @@ from shardfn._core.sizes import elements, nbytes
 from shardfn._propagation.preferences import Preferences
 
 
-def can_stay(aval: Any, sharding: Sharding, axes: Axes) -> bool:
-    """Whether a leaf that is stored so can be stationary: it is split, and neither
-    padded nor flattened."""
-    shape = tuple(getattr(aval, "shape", ()))
+def can_stay(sharding: Sharding) -> bool:
+    """Whether a leaf that is stored so can be stationary: it is split, and not
+    flattened. One that is padded stays where its rows are looked up, or updated."""
     splits = [split for split in sharding if isinstance(split, Split)]
-    return (
-        bool(splits)
-        and all(split.stored and split.dim >= 0 for split in splits)
-        and stored_shape(shape, sharding, axes) == shape
-    )
+    return bool(splits) and all(split.stored and split.dim >= 0 for split in splits)
+
+
+def is_padded(aval: Any, sharding: Sharding, axes: Axes) -> bool:
+    """Whether a value that is split so has more elements, of no meaning."""
+    shape = tuple(getattr(aval, "shape", ()))
+    return stored_shape(shape, sharding, axes) != shape
 
 
 def stationary(sharding: Sharding) -> Sharding:
@@ -58,13 +59,15 @@ def gathers_stack(state: Sharding, others: Sequence[Sharding], aval: Any) -> boo
 
 def least_sources(program: Program) -> dict[int, int]:
     """The least bytes of what each value is made of alone: of a broadcast, those of
-    what it repeats, which can be moved in its place."""
+    what it repeats, which can be moved in its place; of constants none, which can be
+    made anywhere."""
     least = {value: nbytes(aval) for value, aval in enumerate(program.avals)}
     for node in program.nodes:
         given = [atom for atom in node.inputs if isinstance(atom, int)]
-        if node.kind == "op" and len(given) == 1 and not node.eqn.effects:
+        if node.kind == "op" and len(given) < 2 and not node.eqn.effects:
+            source = least[given[0]] if given else 0
             for value in node.outputs:
-                least[value] = min(least[value], least[given[0]])
+                least[value] = min(least[value], source)
     return least
 
 
@@ -145,7 +148,10 @@ class Meeting:
                     factors.setdefault(factor, []).append(split)
         for factor in self.free():
             factors.setdefault(factor, [])
-        stored = {factor: self.is_stored(each) for factor, each in factors.items()}
+        stored = {
+            factor: self.is_stored(each) or self.is_row_of_leaf(factor)
+            for factor, each in factors.items()
+        }
         able = [f for f in factors if self.can_part(f, stored[f])]
 
         def cost(factor: str | None) -> tuple[Moved, bool, bool]:
@@ -182,6 +188,27 @@ class Meeting:
             return True
         alike = {dims for dims, _ in operands} | {*self.rule.results}
         return len(alike) == 1 and any(map(_is_leaf, splits))
+
+    def is_row_of_leaf(self, factor: str) -> bool:
+        """Whether `factor` are rows of a leaf that its devices do not divide, and of
+        these some are read, or written in place: a block may have padding then, as the
+        leaf's has."""
+        if not self.rule.size(factor) % self.count:
+            return False
+        sides = [
+            (dims, state, self.dim_of(dims, factor))
+            for dims, state in zip(self.rule.operands, self.states, strict=True)
+        ]
+        whose = [(dims, state, dim) for dims, state, dim in sides if dim is not None]
+        belongs = all(
+            state is None
+            or (isinstance(state, Split) and _is_leaf(state) and state.dim == dim)
+            for _, state, dim in whose
+        )
+        made = [d for d in self.rule.results if self.dim_of(d, factor) is not None]
+        picks = self.rule.picks and self.rule.reducer(factor) is not None
+        written = bool(made) and all(d in [dims for dims, *_ in whose] for d in made)
+        return belongs and (picks if not made else written)
 
     def is_preferred(self, factor: str | None) -> bool:
         """Whether a consumer prefers a result split so."""

@@ -68,6 +68,8 @@ def kind_of(
     most = JOINED_BYTES if small else control.of(*leaf).bucket_bytes
     if not (leaf or small) or step.auto or step.dtype.startswith("key<"):
         return None
+    if step.residual is not None:
+        return None
     moves = step.moves
     sent = [move for move in moves if move.communicates]
     joins = all(move.joins for move in sent)

@@ -15,9 +15,7 @@ from dataclasses import dataclass, field
 from shardfn._core.phases import UPDATE
 from shardfn._core.plan import (
     Apply,
-    BlockLoop,
     BodyPlan,
-    HostStep,
     Ref,
     Reshard,
     Step,
@@ -25,6 +23,7 @@ from shardfn._core.plan import (
 )
 from shardfn._core.program import Program, aval_of
 from shardfn._core.sharding import Sharding, is_unreduced
+from shardfn._core.step_order import made_by
 
 Form = tuple[tuple[int, ...], Sharding]
 """The global shape and the sharding that all large values of a cluster have."""
@@ -189,13 +188,6 @@ def _may_wait(program: Program, step: Apply) -> bool:
     node = program.nodes[step.node]
     scalars = all(not aval_of(program, atom).shape for atom in node.inputs)
     return scalars or node.during.phase == UPDATE
-
-
-def made_by(program: Program, step: Step | HostStep) -> tuple[Ref, ...]:
-    """The versions that a step makes."""
-    if isinstance(step, Apply):
-        return (*map(Ref, program.nodes[step.node].outputs), *step.exports)
-    return step.made if isinstance(step, BlockLoop) else (step.result,)
 
 
 def form_of(program: Program, step: Step) -> Form | None:

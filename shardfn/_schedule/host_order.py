@@ -7,7 +7,7 @@ it reads is there.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from shardfn._core.plan import HostStep, Ref, Step
+from shardfn._core.plan import HostStep, Ref, Step, Transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,9 +19,15 @@ class Unit:
     makes: frozenset[Ref]
 
     def then(self, other: "Unit") -> "Unit":
-        """Both, one after the other."""
-        steps, makes = (*self.steps, *other.steps), self.makes | other.makes
-        return Unit(steps, self.reads | (other.reads - self.makes), makes)
+        """Both, one after the other, behind the copies from the host that they need:
+        moves that run as one follow each other."""
+        steps = sorted((*self.steps, *other.steps), key=_follows_copies)
+        makes = self.makes | other.makes
+        return Unit(tuple(steps), self.reads | (other.reads - self.makes), makes)
+
+
+def _follows_copies(step: Step | HostStep) -> bool:
+    return not isinstance(step, Transfer)
 
 
 def in_order(units: Sequence[Unit], known: set[Ref]) -> Iterator[Step | HostStep]:

@@ -29,7 +29,8 @@ from shardfn._core.plan import (
 )
 from shardfn._core.program import Program
 from shardfn._core.sharding import Axes, Sharding, local_shape, stored_shape
-from shardfn._schedule.host_clusters import Cluster, clusters_of, made_by
+from shardfn._core.step_order import made_by
+from shardfn._schedule.host_clusters import Cluster, clusters_of
 from shardfn._schedule.host_order import Unit, in_order
 from shardfn._schedule.host_scans import scanned
 
@@ -311,9 +312,8 @@ class _Placement:
     def made_last(self, cluster: Cluster) -> Ref | None:
         """What a cluster waits for: of the large versions that it reads, the one made
         last."""
-        large = [
-            r for r in cluster.read if r in self.maker and self.is_large(r, cluster)
-        ]
+        large = [r for r in cluster.read if self.is_large(r, cluster)]
+        large = [r for r in large if r in self.maker]
         return max(large, key=lambda ref: self.maker[ref], default=None)
 
     def is_large(self, ref: Ref, cluster: Cluster) -> bool:

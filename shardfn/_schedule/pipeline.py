@@ -17,8 +17,10 @@ from shardfn._schedule.backward_liveness import shorten_lifetimes
 from shardfn._schedule.bodies import inside
 from shardfn._schedule.bucket import bucket
 from shardfn._schedule.chain_reduce_scatters import chain_reduce_scatters
+from shardfn._schedule.feed_back import feed_back
 from shardfn._schedule.host_transfers import host_transfers
 from shardfn._schedule.keep_gathered import keep_gathered
+from shardfn._schedule.keep_quantized import keep_quantized
 from shardfn._schedule.limit_all_gathers import limit_all_gathers
 from shardfn._schedule.loop_invariants import hoist
 from shardfn._schedule.prefetch import prefetch
@@ -99,9 +101,14 @@ def _gathers(
 PASSES = (
     SchedulePass("wire_dtypes", _dtypes),
     SchedulePass("quantize_moves", quantize),
+    SchedulePass("feed_back", feed_back),
     SchedulePass("share_gathers", lambda p, b, control, axes: _gathers(p, b, control)),
     SchedulePass("prefetch", lambda p, b, control, axes: prefetch(p, b, control)),
     SchedulePass("bucket", lambda p, b, control, axes: bucket(p, b, control)),
+    SchedulePass(
+        "keep_quantized",
+        lambda p, b, control, axes: keep_quantized(p, b, control, axes),
+    ),
     SchedulePass(
         "chain_reduce_scatters", lambda p, b, control, axes: chain_reduce_scatters(p, b)
     ),

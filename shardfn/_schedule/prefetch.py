@@ -2,15 +2,17 @@
 
 In: a plan whose scans gather what they scan over. Out: the plan, in which these gathers
 and the casts in front of them run ahead of the rest of the body: the loop carries the
-coming layers' gathered weights, so that they cross the wire while a layer computes.
+coming layers' gathered weights, so that they cross the wire while a layer computes. So
+do activations that the step's own code copies from the host: they cross its link.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from shardfn._core.control import Control
+from shardfn._core.memories import HOST, space_of
 from shardfn._core.plan import Ahead, Apply, BodyPlan, Ref, Reshard, Step, reads
-from shardfn._core.program import Program
+from shardfn._core.program import Node, Program, aval_of
 from shardfn._core.reasons import Note, noted
 from shardfn._core.regions import span
 from shardfn._schedule.versions import fresh
@@ -57,6 +59,17 @@ def _scan(
             part = replace(part, imports=step.bodies[0].imports)
             ahead.append(Ahead(lead, part))
     return replace(step, bodies=(body,), ahead=tuple(ahead))
+
+
+def _comes_from_host(program: Program, node: Node) -> bool:
+    """Whether an operation copies from the host's memory to the device's."""
+    given = (aval_of(program, atom) for atom in node.inputs)
+    made = (program.avals[value] for value in node.outputs)
+    before, after = (
+        {getattr(aval, "memory_space", None) for aval in avals}
+        for avals in (given, made)
+    )
+    return space_of(HOST) in before - after
 
 
 def _leads(program: Program, body: BodyPlan, control: Control) -> set[int]:
@@ -123,7 +136,11 @@ class _Part:
         if node.kind == "op" and not node.eqn.effects and is_known:
             self.ahead.append(step)
             differs = any(known[ref] for ref in reads(step))
-            known.update(dict.fromkeys(map(Ref, node.outputs), differs))
+            made = dict.fromkeys(map(Ref, node.outputs), differs)
+            known.update(made)
+            if differs and _comes_from_host(self.program, node):
+                self.exports.extend(made)
+                return
         elif node.kind == "remat":
             step = self.remat(step, node.bodies[0], known)
         self.rest.append(step)

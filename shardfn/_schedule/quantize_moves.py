@@ -115,7 +115,7 @@ def _quantized(
     """The move with the moves quantized that `option` asks for."""
     leaf = program.leaf(step.source.value)
     asked = control.of(*leaf)
-    dtypes = _by_axis(wire, axes)
+    dtypes = by_axis(wire, axes)
     if not any(dtypes) or not is_floating(step.dtype) or step.itemsize == 1:
         return step
     is_small = math.prod(step.shape) < QUANTIZED_ELEMENTS
@@ -151,7 +151,7 @@ def _quantized(
     return replace(step, written=tuple(written)) if any(written) else step
 
 
-def _by_axis(asked: WireDtype, axes: Axes) -> list[str | None]:
+def by_axis(asked: WireDtype, axes: Axes) -> list[str | None]:
     """What moves over each mesh axis are quantized to."""
     if isinstance(asked, tuple):
         return [dict(asked).get(name) for name in axes.names]

@@ -32,6 +32,6 @@ def fresh(body: BodyPlan, value: int) -> Ref:
     """A version of `value` that `body` does not have yet."""
     refs = list(body.imports)
     for step in body.steps:
-        refs += [step.result] if isinstance(step, Reshard) else step.exports
+        refs += step.makes if isinstance(step, Reshard) else step.exports
     versions = (ref.version for ref in refs if ref.value == value)
     return Ref(value, max(versions, default=0) + 1)

@@ -100,11 +100,14 @@ class ArgumentFlow:
 
     def is_kept(self, position: Position, path: Path) -> bool:
         """Whether an argument is updated at `path`. An array that is handed on as it
-        is says nothing."""
-        updated = self._with_dims(position, path)
+        is says nothing, nor does a scalar of a tree; one that counts on does."""
         if is_array(self.arguments[position]):
-            updated = [u for u in updated if not u.same or u.written]
-        return any(update.of for update in updated)
+            updated = self._with_dims(position, path)
+            return any(u.of for u in updated if not u.same or u.written)
+        count = len(jax.tree.leaves(self.arguments[position]))
+        dims = set(dimmed(self.arguments[position]))
+        each = enumerate(self._updated(position, path, range(count)))
+        return any(u.of for i, u in each if i in dims or not u.same)
 
     def is_unchanged(self, position: Position, path: Path) -> bool:
         """Whether an argument is handed on as it is, as far as it has dimensions."""

@@ -15,11 +15,12 @@ from jax.extend.core import JaxprEqn, Literal
 from shardfn._core import compat
 from shardfn._core.errors import ShardingError, called, nested, step_name, where
 from shardfn._core.sharding import Axes
+from shardfn._trace.device_rolls import handed_on
 from shardfn._trace.per_device import check_keys
 
 
 def on_whole_arrays(jaxpr: Any, axes: Axes) -> Any:
-    """`jaxpr` with every `shard_map` over the mesh axes of the step, also one in
+    """`jaxpr` with every `shard_map` over axes of the step's mesh, also one in
     control flow, replaced by a call that computes the same of whole arrays.
 
     Args:
@@ -27,7 +28,7 @@ def on_whole_arrays(jaxpr: Any, axes: Axes) -> Any:
       axes: the mesh axes that the step is sharded over.
 
     Returns:
-      The jaxpr. A `shard_map` that splits arrays over other mesh axes is left.
+      The jaxpr. A `shard_map` over axes of another mesh is left.
 
     Raises:
       ShardingError: JAX cannot batch one of its collectives.
@@ -55,8 +56,9 @@ def _is_jaxpr(param: Any) -> bool:
 
 
 def _is_over(part: compat.MappedPart, axes: Axes) -> bool:
-    """Whether a part splits arrays over none but the mesh axes of the step."""
-    own = dict(zip(axes.names, axes.sizes, strict=True))
+    """Whether a part splits arrays over none but axes of the step's mesh: those that
+    it is sharded over, and those that are left to XLA."""
+    own = {**dict(axes.mesh), **dict(zip(axes.names, axes.sizes, strict=True))}
     named = {a for spec in (*part.in_specs, *part.out_specs) for d in spec for a in d}
     return all(own.get(name) == part.sizes[name] for name in named) and not any(
         eqns[-1].primitive.name in ("shard_map", *compat.UNREDUCED_COLLECTIVES)
@@ -271,7 +273,18 @@ def _reduce_scatter(
     return x
 
 
+def _ppermute(x: jax.Array, axis_name: Any, perm: Any, **_: Any) -> jax.Array:
+    """A roll along the dimension of devices, of which XLA makes a collective-permute;
+    JAX's own rule gathers, and takes no permutation that leaves devices out."""
+    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    name, *others = names
+    if others or compat.named_axes() != names:  # which dimension it is, is not known
+        return lax.ppermute(x, axis_name, perm)
+    return handed_on(x, name, tuple(perm))
+
+
 _COLLECTIVES: dict[str, Callable[..., jax.Array]] = {
+    "ppermute": _ppermute,
     "psum_invariant": _psum,
     "all_gather": _all_gather,
     "all_gather_invariant": _all_gather,

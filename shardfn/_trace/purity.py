@@ -54,8 +54,8 @@ def check_not_mapped(jaxpr: Any) -> None:
                 f"{step_name()} uses jax.shard_map, whose parts fully_shard cannot "
                 f"divide again.\n  at {where_in(eqns)}\n{called()}"
                 "If it calls a step that fully_shard made, call the plain step there. "
-                "A shard_map of your own may split arrays over the mesh axes that "
-                "fully_shard is given, not over others: write such a part on whole "
+                "A shard_map of your own may split arrays over axes of the mesh that "
+                "fully_shard is given, not of another: write such a part on whole "
                 "arrays, or as an operation with a rule of its own "
                 "(shardfn.register_rule)."
             )

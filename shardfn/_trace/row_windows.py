@@ -21,6 +21,7 @@ from shardfn._trace.dim_marks import FIXED, ROWS, Marks
 from shardfn._trace.op_on_all_rows import DependsOnPlace, RowOperand, Site, site_of
 from shardfn._trace.row_cuts import RowCuts, apart
 from shardfn._trace.row_halos import Halos, windows_of
+from shardfn._trace.row_prefixes import by_blocks, runs_over
 from shardfn._trace.row_rolls import Rolls, cuts_of_two
 from shardfn._trace.row_shifts import Pieces, RowPiece, cuts, join, shaped
 
@@ -29,11 +30,13 @@ Rewritten = tuple[Any, tuple[Atom, ...]]
 
 def cuts_most(closed: Any) -> bool:
     """Whether an equation of a jaxpr, or of one in it, cuts more than half out of a
-    dimension, half of it that may be all rows of another, or a window at each row."""
+    dimension, half of it that may be all rows of another, or a window at each row, or
+    makes prefixes."""
     jaxpr, _ = compat.open_jaxpr(closed)
     return any(
         cuts_of_two(eqn)
         or bool(windows_of(eqn))
+        or runs_over(eqn)
         or any(_is_most(size, rows) for rows, size in _sizes(eqn))
         or any(map(cuts_most, jaxprs_in_params(eqn.params)))
         for eqn in jaxpr.eqns
@@ -132,11 +135,18 @@ class Windows:
     ) -> Rewritten | None:
         """A jaxpr that does what `eqn` does on all rows, and its operands; None if it
         has no piece of rows, or what it does depends on where a row lies."""
+
+        def rows_along(dim: int) -> bool:
+            piece = self.rows_of(operands[0], dim)
+            return piece is not None and piece.source == operands[0]
+
         rolled = self.rolls.source(eqn, operands)
         if rolled is not None and self.marks[rolled[0]][rolled[1]] == ROWS:
             return self.rolls.rolled(eqn, operands)
         if slid := self.halos.on_all_rows(eqn, operands, self.rows_of):
             return slid
+        if prefixes := by_blocks(eqn, operands, self.devices, rows_along):
+            return prefixes
         first = operands[0] if operands else -1
         marks = self.marks.get(first, ()) if isinstance(first, int) else ()
         if ROWS in marks and any(marks[dim] == ROWS for dim, _, n in cuts(eqn) if n):

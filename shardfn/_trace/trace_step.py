@@ -18,7 +18,6 @@ from shardfn._core.call_arguments import (
     Rest,
     StateArguments,
     by_place,
-    new_leaves,
     numbered,
     part,
     rejoined,
@@ -28,6 +27,7 @@ from shardfn._core.errors import (
     called,
 )
 from shardfn._core.leaves import Leaf
+from shardfn._core.new_leaves import new_leaves
 from shardfn._core.program import Program
 from shardfn._core.sharding import Axes, Sharding
 from shardfn._trace.containers import Closed, close, closed_inside, on_closed, opened

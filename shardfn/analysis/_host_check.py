@@ -8,22 +8,40 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from shardfn.analysis._copied_bytes import CopiedBytes, copied_bytes, too_early
 from shardfn.analysis._hlo.collective import jax_dtype
 from shardfn.analysis._hlo.host_copies import is_copy, lives_on_host
 from shardfn.analysis._hlo.parse import Instruction, Module, integers, parse_module
 from shardfn.analysis._text import shape_text
-from shardfn.analysis.host_transfer import LeafOnHost
+from shardfn.analysis.host_transfer import HostTransfer, LeafOnHost
 
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\](\{[^{}]*\})?")
 
 Form = tuple[str, tuple[int, ...]]
 
 
-def check_host(planned: Sequence[LeafOnHost], text: str) -> tuple[str, ...]:
-    """What a program has otherwise than planned: leaves that it takes or leaves in
-    another memory, and operations but copies on what lives on the host."""
+def check_host(
+    planned: Sequence[LeafOnHost],
+    transfers: Sequence[HostTransfer],
+    copies_itself: bool,
+    text: str,
+) -> tuple[tuple[CopiedBytes, ...], tuple[str, ...]]:
+    """What a program has of the host's memory.
+
+    Args:
+      planned: the leaves that live there.
+      transfers: the plan's copies.
+      copies_itself: whether the step's own code copies besides.
+      text: the program.
+
+    Returns:
+      The bytes that it copies in each direction; and what it has otherwise than
+      planned: leaves that it takes or leaves in another memory, operations but copies
+      on what lives on the host, more copies than planned, and copies to the device that
+      do not wait for their gradient.
+    """
     if not planned and "S(5)" not in text:
-        return ()
+        return (), ()
     taken, left = (_on_host(part) for part in _entry_layout(text))
     wrong: list[str] = []
     for how, found in (("arrives", taken), ("leaves", left)):
@@ -40,7 +58,10 @@ def check_host(planned: Sequence[LeafOnHost], text: str) -> tuple[str, ...]:
     wrong += [
         f"{i.opcode} {i.name} computes in the host's memory" for i in _computing(module)
     ]
-    return tuple(wrong)
+    found = copied_bytes(transfers, module)
+    wrong += [str(c) for c in found if c.found > c.planned and not copies_itself]
+    wrong += too_early(transfers, planned, module)
+    return found, tuple(wrong)
 
 
 def _entry_layout(text: str) -> tuple[str, str]:

@@ -1,15 +1,16 @@
 """A report as a page.
 
-In: a report. Out: one HTML page that needs nothing else.
+In: one report, or several by name. Out: one HTML page that needs nothing else.
 
 Draws the timeline of gathers, compute and scatters, memory over the step, bytes by
-parameter, and what was planned beside what was compiled.
+parameter, and what was planned beside what was compiled; of several reports also
+their timelines, memory and bytes at one scale.
 """
 
 import html
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from itertools import pairwise
 from typing import Any
@@ -27,19 +28,22 @@ from shardfn.analysis.verification import totals_of
 Round = tuple[float, float, str]
 
 
-def page(report: Figures) -> str:
+def page(reports: Mapping[str, Figures]) -> str:
     """The page, as text in UTF-8.
 
     Args:
-      report: what `step.on` returned.
+      reports: what `step.on` returned, by the name that the page shows; the first one
+        is shown whole when the page is opened.
 
     Returns:
       HTML with its styles, its script and its data inside.
     """
     template = files("shardfn.analysis").joinpath("_report.html").read_text()
-    data = json.dumps(page_data(report), separators=(",", ":"))
+    pages = [{"name": name, **page_data(r)} for name, r in reports.items()]
+    data = json.dumps(pages, separators=(",", ":"))
     data = data.replace("<", "\\u003c")  # no tag, and no comment, in a name
-    title = html.escape(f"{report.step} on {report.target.name}")
+    first = next(iter(reports.values()))
+    title = html.escape(f"{first.step} on {first.target.name}")
     return template.replace("__TITLE__", title).replace("__DATA__", data)
 
 
@@ -264,7 +268,8 @@ def _footer(report: Figures) -> list[str]:
     )
     return [
         f"Rates of one device, from its vendor's data sheets: {', '.join(rates)}.",
-        "Each operation takes the larger of its FLOPs and its bytes at these rates; "
-        "collectives run one at a time as rings; kernel launches, latencies and what "
-        "other programs do are left out. A real step is slower.",
+        "Each operation takes the larger of its FLOPs and its bytes at these rates, "
+        "and GPUs the gap between two kernels; collectives run one at a time, with the "
+        "latency of their kind and size. What other programs do is left out. A real "
+        "step is slower.",
     ]

@@ -13,27 +13,51 @@ PRESENT = "present"
 NARROWED = "narrowed"
 WIDENED = "widened"
 ALL_REDUCED = "all-reduced"
+PROMOTED = "promoted"
 REWRITTEN = "rewritten"
 MERGED = "merged"
 SHARED = "shared"
 ONCE = "once"
+FOLDED = "folded"
+HOISTED = "hoisted"
+INVARIANT = "invariant"
+UNROLLED = "unrolled"
 UNDECIDED = "undecided"
 MISSING = "missing"
 
-FAITHFUL = (PRESENT, NARROWED, SHARED, ONCE)
-"""What sends what the plan says, or less."""
+FAITHFUL = (
+    PRESENT,
+    NARROWED,
+    PROMOTED,
+    SHARED,
+    ONCE,
+    INVARIANT,
+    UNROLLED,
+    FOLDED,
+)
+"""What sends what the plan says, or less, as far as the backend can."""
 
 MEANING = {
     NARROWED: "moved in a smaller dtype",
     WIDENED: "moved in a larger dtype",
+    PROMOTED: "moved in a larger dtype, as this backend has no collectives of the "
+    "planned one; GPUs and TPUs have",
     ALL_REDUCED: "done as an all-reduce: each device sums, or gathers, by twice the "
     "bytes, and keeps its part",
     REWRITTEN: "done by another collective",
-    MERGED: "gathered once with another line, so the whole value lives in between",
-    SHARED: "gathered once with another line, as this backend merges equal gathers, "
+    MERGED: "moved once with another line, so the value lives in between",
+    SHARED: "moved once with another line, as this backend merges equal collectives, "
     "whatever keeps them apart; GPUs and TPUs do not",
-    ONCE: "gathered once with a line of another loop or call in the same pass, which "
+    ONCE: "moved once with a line of another loop or call in the same pass, which "
     "computes the same",
+    HOISTED: "gathered once in front of a loop and not in each iteration, so the value "
+    "lives through all of them",
+    INVARIANT: "moved in front of a loop, as it is the same in every iteration; what "
+    "is gathered lives through all of them on this backend, not on GPUs and TPUs",
+    UNROLLED: "moved once for the iterations that the loop's unroll= writes out beside "
+    "each other, so the value lives through them",
+    FOLDED: "reduced with another line of the same value by one all-reduce over the "
+    "devices of both, which is counted with the first",
     UNDECIDED: "one of several sums that the compiler joined: they do not add up, and "
     "which of them is missing cannot be told",
     MISSING: "not in the compiled program, or not as often as planned",
@@ -46,8 +70,9 @@ class LineCheck:
 
     Attributes:
       line: the planned collective.
-      status: `present`, `narrowed`, `widened`, `all-reduced`, `rewritten`, `merged`,
-        `shared`, `once`, `undecided` or `missing`.
+      status: `present`, `narrowed`, `widened`, `promoted`, `all-reduced`, `rewritten`,
+        `merged`, `shared`, `once`, `hoisted`, `invariant`, `unrolled`, `folded`,
+        `undecided` or `missing`.
       found: the compiled collectives for it, each `times` as often as counts for it.
       scales: those for its scales, where these have collectives of their own.
       runs: how often the compiled program runs them per step.
@@ -60,7 +85,7 @@ class LineCheck:
 
     @property
     def ok(self) -> bool:
-        """Whether it sends what is planned, or less."""
+        """Whether it sends what is planned, or less, as far as the backend can."""
         return self.status in FAITHFUL
 
     @property

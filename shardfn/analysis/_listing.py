@@ -8,26 +8,24 @@ import itertools
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 
 from shardfn._core.automatic_axes import part_shape
 from shardfn._core.control import Control
 from shardfn._core.errors import where
 from shardfn._core.leaves import Leaf, Names, leaf_name, names_text
 from shardfn._core.line_names import line_name
-from shardfn._core.memories import HOST
+from shardfn._core.memories import HOST, space_of
 from shardfn._core.moves import AllGather
 from shardfn._core.offloading import OffloadChoice
 from shardfn._core.phases import UPDATE
 from shardfn._core.plan import (
     Apply,
     BodyPlan,
-    Place,
     Ref,
     Reshard,
     communicating_moves,
 )
-from shardfn._core.program import Node, Program
+from shardfn._core.program import Program
 from shardfn._core.quantized import SCALE_BYTES
 from shardfn._core.sharding import Axes, Sharding, Split
 from shardfn._core.step_order import together
@@ -36,6 +34,7 @@ from shardfn.analysis._live_runs import Runs, count_runs
 from shardfn.analysis._move_reason import Why
 from shardfn.analysis._program_hash import structure_of
 from shardfn.analysis._replicated import work_of
+from shardfn.analysis._surroundings import ALONE, Surroundings
 from shardfn.analysis.collective import Collective
 from shardfn.analysis.host_transfer import host_leaves, host_transfers
 from shardfn.analysis.plan import Plan
@@ -91,7 +90,8 @@ def make_plan(
         work=work_of(program, body, axes),
         notes=notes,
         operations=tuple(_operations(program, body)),
-        transfers=tuple(host_transfers(body, state, axes)),
+        transfers=tuple(host_transfers(program, body, state, axes)),
+        copies_itself=_copies_itself(program),
         on_host=host_leaves(state, body.inputs, axes),
         offload=offload,
         structure=structure_of(program, state),
@@ -106,6 +106,13 @@ def make_plan(
             for leaf, (sharding, why) in zip(state, layouts, strict=False)
         ),
     )
+
+
+def _copies_itself(program: Program) -> bool:
+    """Whether the step's own code has values in the host's memory."""
+    if any(getattr(a, "memory_space", None) == space_of(HOST) for a in program.avals):
+        return True
+    return any(_copies_itself(body) for node in program.nodes for body in node.bodies)
 
 
 def _operations(program: Program, body: BodyPlan) -> Iterator[Operation]:
@@ -158,57 +165,38 @@ class _Parameters:
         self.bytes[key] = max(self.bytes.get(key, 0), size)
 
 
-_Same = Mapping[int, tuple[int, ...]]
-"""Of a body's arguments, which values of programs around it they are."""
-
-
 def _walk(
     program: Program,
     body: BodyPlan,
     axes: Axes,
     times: int | None,
     counted: Runs | None,
-    at: Place = (),
-    same: _Same = MappingProxyType({}),
+    at: Surroundings = ALONE,
 ) -> Iterator[Line]:
     """Every collective that runs, `times` times if not `counted`, and the bytes of the
     parameters that it gathers."""
     users = _users(program, body)
     for index, step in enumerate(body.steps):
         if isinstance(step, Reshard):
-            runs = times if counted is None else counted.get((at, index), 0)
+            runs = times if counted is None else counted.get((at.place, index), 0)
             if runs == 0:
                 continue
             steps = together(body.steps, index)
             each = [
-                list(_moves(program, s, users.get(s.result), axes, runs, at, same))
+                list(_moves(program, s, users.get(s.result), axes, runs, at))
                 for s in steps
             ]
             yield from map(_joined, zip(*each, strict=True))
             continue
-        bodies = program.nodes[step.node].bodies
+        node = program.nodes[step.node]
         inner = None if times is None or step.times is None else times * step.times
         for ahead in step.ahead:
             runs = None if times is None else times * ((step.times or 0) + ahead.lead)
-            place = (*at, step.node, 0)
-            yield from _walk(bodies[0], ahead.part, axes, runs, None, place)
-        for i, (program_i, plan_i) in enumerate(zip(bodies, step.bodies, strict=True)):
-            known, place = (
-                _inside(program.nodes[step.node], i, at, same),
-                (*at, step.node, i),
-            )
-            yield from _walk(program_i, plan_i, axes, inner, counted, place, known)
-
-
-def _inside(node: Node, i: int, at: Place, same: _Same) -> _Same:
-    """The arguments of a body that are values of the program in `at`."""
-    region, inputs = node.regions[i], node.bodies[i].inputs
-    given = ((a, node.inputs[region.operands[a]]) for a in region.constants)
-    return {
-        inputs[a]: same.get(atom, (*at, atom))
-        for a, atom in given
-        if isinstance(atom, int)
-    }
+            place = Surroundings((*at.place, step.node, 0))
+            yield from _walk(node.bodies[0], ahead.part, axes, runs, None, place)
+        for i, plan in enumerate(step.bodies):
+            place = at.within(node, i, step.node, times)
+            yield from _walk(node.bodies[i], plan, axes, inner, counted, place)
 
 
 def _moves(
@@ -217,12 +205,13 @@ def _moves(
     user: tuple[str, str] | None,
     axes: Axes,
     times: int | None,
-    at: Place,
-    same: _Same,
+    at: Surroundings,
 ) -> Iterator[Line]:
     place, fallback = user or ("", "")
     names = program.leaf(step.source.value)
     size = math.prod(step.part_shape) * step.itemsize
+    outside = at.runs_outside(step.source.value)
+    rounds = at.runs_of_rounds(step.source.value)
     for index, move in communicating_moves(step, axes):
         gathers = isinstance(move, AllGather) and step.stored
         how, each = move.quantized, move.sent_itemsize(step.itemsize)
@@ -245,14 +234,16 @@ def _moves(
                     path=names_text(names),
                     place=place,
                     fallback=fallback,
-                    name=line_name(at, step.result, index),
+                    name=line_name(at.place, step.result, index),
                     elements=message.elements,
                     scales=move.elements(scales, axes) if scales else 0,
                     devices=message.devices,
                     reduces=move.reduces,
                     gradient=step.during.gradient,
-                    value=same.get(step.source.value, (*at, step.source.value)),
-                    body=at,
+                    value=at.identity(step.source.value),
+                    body=at.place,
+                    hoisted=frozenset(n * message.times for n in outside),
+                    unrolled=frozenset(n * message.times for n in rounds),
                     why=(Why(names, step, move, axes),),
                 ),
                 ((names, size, step.itemsize),) if gathers else (),
@@ -276,6 +267,8 @@ def _joined(lines: Sequence[Line]) -> Line:
         scales=0,
         parts=tuple((line.path, line.wire_bytes) for line in each),
         why=tuple(itertools.chain(*(line.why for line in each))),
+        hoisted=frozenset.intersection(*(line.hoisted for line in each)),
+        unrolled=frozenset.intersection(*(line.unrolled for line in each)),
     )
     return line, gathered
 

@@ -4,6 +4,7 @@ In: an `OffloadChoice`. Out: a table for the plan, and the reason for one leaf.
 """
 
 from shardfn._core.leaves import names_text
+from shardfn._core.limits import OFFLOAD_COMPILATIONS
 from shardfn._core.offloading import OffloadChoice
 from shardfn.analysis._text import join_columns, size_text
 
@@ -21,7 +22,8 @@ def offload_table(choice: OffloadChoice) -> str:
         for group in choice.groups
         if group.leaves
     ]
-    return "\n".join([join_columns(header, rows, {1, 2}), "", _outcome(choice)])
+    table = join_columns(header, rows, {1, 2})
+    return "\n".join([table, "", _outcome(choice), *_trials(choice)])
 
 
 def why_chosen(choice: OffloadChoice, leaf: str, role: str) -> str:
@@ -36,8 +38,28 @@ def why_chosen(choice: OffloadChoice, leaf: str, role: str) -> str:
     )
 
 
+def _trials(choice: OffloadChoice) -> list[str]:
+    """What a report compiled to correct the choice."""
+    header = ["compiled", "on the host", "by the plan", "by the compiler"]
+    rows = [
+        [
+            "fits" if t.compiled is not None and t.compiled <= choice.bound else "no",
+            size_text(t.host_bytes),
+            size_text(t.estimate),
+            "refused" if t.compiled is None else size_text(t.compiled),
+        ]
+        for t in choice.trials
+    ]
+    most = f"at most {OFFLOAD_COMPILATIONS} (limits.OFFLOAD_COMPILATIONS)"
+    return ["", join_columns(header, rows, {1, 2, 3}), most] if rows else []
+
+
 def _outcome(choice: OffloadChoice) -> str:
     bound = f"{size_text(choice.bound)} (offload={choice.asked!r})"
+    if choice.compiled is not None:
+        verdict = "at most" if choice.fits else "which is more than"
+        taken = f"compiled, a step takes {size_text(choice.compiled)} like this"
+        return f"{taken}, {verdict} {bound}"
     without = f"by the plan, a step takes {size_text(choice.without)} of each device"
     if not choice.leaves:
         verdict = "at most" if choice.fits else "more than"

@@ -38,6 +38,10 @@ class Collective:
       value: which value of the program is moved: the same for moves of it in several
         bodies.
       body: which body of the plan it is in.
+      hoisted: how often it would run in front of a loop around it in which it is the
+        same in every iteration, or of several of them; empty if there is none.
+      unrolled: how often it would run once for all iterations that are written out
+        beside each other; empty if it is not the same in them, or there are none.
       why: what it is for, of each move that it is; see `Plan.explain`.
       reduces: what a reduction reduces with: "sum", "max", "min", "and", "or"; else "".
     """
@@ -63,6 +67,8 @@ class Collective:
     gradient: int = 0
     value: tuple[int, ...] = field(default=(), compare=False)
     body: tuple[int, ...] = field(default=(), compare=False)
+    hoisted: frozenset[int] = field(default=frozenset(), compare=False, repr=False)
+    unrolled: frozenset[int] = field(default=frozenset(), compare=False, repr=False)
     why: tuple[Any, ...] = field(default=(), compare=False, repr=False)
 
     @property

@@ -6,13 +6,26 @@ has to have of it.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from shardfn._core.automatic_axes import part_shape
 from shardfn._core.leaves import Leaf, leaf_name, names_text
+from shardfn._core.line_names import line_name
 from shardfn._core.memories import DEVICE, HOST
-from shardfn._core.plan import Apply, BlockLoop, BodyPlan, Transfer
+from shardfn._core.plan import (
+    Apply,
+    BlockLoop,
+    BodyPlan,
+    HostStep,
+    Ref,
+    Reshard,
+    Step,
+    Transfer,
+    reads,
+)
+from shardfn._core.program import Program
 from shardfn._core.sharding import Axes, Sharding, local_shape
+from shardfn._core.step_order import made_by
 from shardfn.analysis._text import join_columns, shape_text, size_text
 
 
@@ -30,6 +43,8 @@ class HostTransfer:
       dim: the dimension that is cut into parts; -1 if a scan goes through slices of
         it, one in each iteration.
       path: the state leaf that it is for.
+      waits_for: the names of the collectives that make what it waits for (see
+        `line_name`); none if it does not wait.
     """
 
     memory: str
@@ -40,6 +55,7 @@ class HostTransfer:
     blocks: int
     dim: int
     path: str
+    waits_for: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
 
     @property
     def block_bytes(self) -> int:
@@ -81,12 +97,32 @@ class LeafOnHost:
 
 
 def host_transfers(
-    body: BodyPlan, state: Sequence[Leaf], axes: Axes
+    program: Program, body: BodyPlan, state: Sequence[Leaf], axes: Axes
 ) -> Iterator[HostTransfer]:
     """The copies of a plan, in its order."""
     autos = {leaf_name(leaf.path): leaf.auto or () for leaf in state}
+    makers = {ref: step for step in body.run[0] for ref in made_by(program, step)}
     for step, blocks, dim in _copies(body):
-        yield _described(step, blocks, dim, autos, axes)
+        described = _described(step, blocks, dim, autos, axes)
+        moves = _moves_behind(step.after, makers) if dim >= 0 else ()
+        yield replace(described, waits_for=frozenset(moves))
+
+
+def _moves_behind(
+    ref: Ref | None, makers: Mapping[Ref, Step | HostStep]
+) -> Iterator[str]:
+    """The names of the last moves that a version is made of."""
+    seen, open_ = set[Ref](), [] if ref is None else [ref]
+    while open_:
+        ref = open_.pop()
+        step = makers.get(ref)
+        if isinstance(step, Reshard):
+            yield from (
+                line_name((), step.result, i) for i in range(len(step.path) - 1)
+            )
+        elif step is not None and ref not in seen:
+            seen.add(ref)
+            open_ += reads(step)
 
 
 def _copies(body: BodyPlan) -> Iterator[tuple[Transfer, int, int]]:

@@ -45,6 +45,7 @@ class Plan:
       transfers: every copy between the host's memory and the device's, in program
         order.
       on_host: the leaves of the state that live in the host's memory.
+      copies_itself: whether the step's own code copies between the memories besides.
       offload: which of them `offload` has chosen so that the step fits, and why; None
         if nothing was to be chosen.
     """
@@ -61,6 +62,7 @@ class Plan:
     operations: tuple[Operation, ...] = field(default=(), compare=False, repr=False)
     transfers: tuple[HostTransfer, ...] = ()
     on_host: tuple[LeafOnHost, ...] = ()
+    copies_itself: bool = field(default=False, compare=False, repr=False)
     structure: tuple[str, str] = ("", "")
     offload: OffloadChoice | None = field(default=None, compare=False, repr=False)
 
@@ -108,7 +110,10 @@ class Plan:
             )
         platform = "" if is_text else compat.platform_of(compiled)
         checked = verify(self.collectives, self.axes, text, platform)
-        return replace(checked, on_host=check_host(self.on_host, text))
+        found, wrong = check_host(
+            self.on_host, self.transfers, self.copies_itself, text
+        )
+        return replace(checked, on_host=wrong, copied=found)
 
     def explain(self, pattern: str) -> str:
         """Why leaves of the state, or the values of one line, move or stay.

@@ -6,6 +6,8 @@ Bytes and collectives are read off the plan and the compiled program. Times are 
 estimate: the schedule played at the rates of the vendors' data sheets.
 """
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardfn._core.limits import (
@@ -31,11 +33,39 @@ class Report(Figures):
         Returns:
           HTML with its styles, script and data inside; write it to a file.
         """
-        return page(self)
+        return page({self.step: self})
 
     def __str__(self) -> str:
         parts = _head, _memory, _wire, _estimate, _advice
         return "\n".join(line for part in parts for line in part(self))
+
+
+def compare(reports: Mapping[str, Report]) -> str:
+    """One page of several reports: timelines, memory and bytes at one scale, and each
+    of them whole.
+
+    Args:
+      reports: by the name that the page shows, such as the options that differ; one or
+        more, the one to begin with first.
+
+    Returns:
+      HTML with its styles, script and data inside; write it to a file.
+
+    Raises:
+      ValueError: there is no report.
+
+    Example:
+      >>> import shardfn
+      >>> pages = {"as it is": step.on("h100:8", state, batch)}  # doctest: +SKIP
+      >>> pages["a layer ahead"] = ahead.on("h100:8", state, batch)  # doctest: +SKIP
+      >>> html = shardfn.analysis.compare(pages)  # doctest: +SKIP
+    """
+    if not reports:
+        raise ValueError(
+            "compare() was given no report.\n"
+            "Pass what step.on(...) returns, by name: compare({'as it is': report})."
+        )
+    return page(reports)
 
 
 def _head(report: Report) -> list[str]:
@@ -117,6 +147,7 @@ def _estimate(report: Report) -> list[str]:
             f"{size_text(moved)} at {target.memory_bandwidth / 1e9:.4g} GB/s",
         ),
         _row("transfers", seconds_text(report.transfer_seconds), _transfers(report)),
+        *_synchronous(report),
         *_quantizer(report),
         *_host_link(report),
         *_gaps(report),
@@ -134,6 +165,19 @@ def _transfers(report: Report) -> str:
     exposed = f"{seconds_text(report.exposed_seconds)} exposed"
     latency = f"{seconds_text(report.timeline.latency)} of it latency"
     return f"{latency}; of which {exposed}{': ' * bool(each)}{each}"
+
+
+def _synchronous(report: Report) -> list[str]:
+    """`3 of 458 arrays, 1.5 MiB: all_reduce 2, all_gather 1`, if there are any."""
+    alone = report.timeline.alone
+    if not alone:
+        return []
+    seconds = sum(span.end - span.start for span in alone)
+    sent = size_text(sum(span.bytes for span in alone))
+    counts = Counter(span.kind for span in alone).most_common()
+    each = ", ".join(f"{op} {count}" for op, count in counts)
+    note = f"{len(alone)} of {len(report.timeline.links)} arrays, {sent}: {each}"
+    return [_row("synchronous transfers", seconds_text(seconds), note)]
 
 
 def _gaps(report: Report) -> list[str]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardfn.analysis._columns import checked_table
+from shardfn.analysis._copied_bytes import CopiedBytes
 from shardfn.analysis._hlo import HloCollective, overlapped_bytes, wire_bytes
 from shardfn.analysis._line_check import (
     MEANING,
@@ -27,17 +28,20 @@ class Verification:
       automatic: those over other axes of the mesh, which XLA makes and no plan has;
         bytes below are without them.
       on_host: what of the host's memory is not as planned, a line for each.
+      copied: bytes that the program copies between the memories, and the plan's; none
+        where nothing is planned, or the program does not say how often a loop runs.
     """
 
     lines: tuple[LineCheck, ...]
     extra: tuple[HloCollective, ...]
     automatic: tuple[HloCollective, ...] = ()
     on_host: tuple[str, ...] = ()
+    copied: tuple[CopiedBytes, ...] = ()
 
     @property
     def ok(self) -> bool:
-        """Whether the program sends what the plan says, or less, and nothing else, and
-        has in the host's memory what the plan has there."""
+        """Whether the program sends what the plan says, or less, as far as the backend
+        can, and nothing else, and has in the host's memory what the plan has there."""
         fits = not self.extra and not self.on_host
         return fits and all(c.ok for c in self.lines)
 
@@ -128,7 +132,8 @@ def totals_of(checked: Verification) -> list[str]:
         automatic = size_text(wire_bytes(checked.automatic))
         lines.append(f"beside it {automatic} over mesh axes that are left to XLA")
     lines += [f"extra: {text}" for text in _extra(checked.extra)]
-    lines += checked.on_host
+    lines += map(str, checked.copied)
+    lines += (line for line in checked.on_host if line not in lines)
     lines += _meanings(checked.lines)
     if not checked.exact:
         lines.append("loops without a known trip count are taken as the plan has them")

@@ -26,6 +26,7 @@ from shardfn.rules import sorting as sorting
 from shardfn.rules import windowed as windowed
 from shardfn.rules._factors import fresh_names as fresh_names
 from shardfn.rules.elementwise import elementwise_rule as elementwise_rule
+from shardfn.rules.kernels import partition_like as partition_like
 from shardfn.rules.slicing import partly_changed as partly_changed
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "factor_names",
     "fresh_names",
     "make_rule",
+    "partition_like",
     "partly_changed",
     "register_rule",
     "rule_of",

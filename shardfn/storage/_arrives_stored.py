@@ -39,8 +39,7 @@ def arrives_stored(
         return False
     rows = all(s.dim == 0 for each in shardings for s in each if isinstance(s, Split))
     return not rows and all(
-        isinstance(x, jax.Array)
-        and isinstance(x.sharding, NamedSharding)
-        and x.sharding.spec == partition_spec(sharding, axes)
+        isinstance(placed := getattr(x, "sharding", None), NamedSharding)
+        and placed.spec == partition_spec(sharding, axes)
         for x, sharding in zip(arrays, shardings, strict=True)
     )

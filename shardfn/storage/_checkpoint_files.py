@@ -23,6 +23,7 @@ from shardfn.storage._orbax_items import (
     differences,
     handler,
 )
+from shardfn.storage._residual_rows import absent
 
 ITEM = "state"
 """The name of the state's directory in a checkpoint."""
@@ -65,9 +66,11 @@ class CheckpointFiles:
     def record(self, number: int) -> dict[str, Any]:
         return _damage.checked((self.path(number) / _damage.FILE).read_bytes())
 
-    def check_fit(self, leaves: Sequence[Leaf], number: int, partial: bool) -> None:
+    def check_fit(
+        self, leaves: Sequence[Leaf], number: int, partial: bool
+    ) -> frozenset[str]:
         """Lists every leaf that is not the same in the checkpoint and in the state; in
-        a part of a state, of those that it has."""
+        a part of a state, of those that it has. Returns the residuals that begin."""
         metadata = handler().metadata(self.path(number) / ITEM)
         flat, _ = jax.tree_util.tree_flatten_with_path(metadata.tree)
         saved = {
@@ -84,3 +87,4 @@ class CheckpointFiles:
                 + f"\n  restore was called at {call_site()}\n"
                 f"{advice(lines)}"
             )
+        return absent(leaves, saved)

@@ -20,7 +20,16 @@ from shardfn._core.errors import ShardingError, called
 from shardfn._core.leaves import leaf_name
 from shardfn._core.limits import FEATURE_ELEMENTS, PADDING_SHARE, TPU_TILE
 from shardfn._core.option_values import StoredAxis, shown_axes
-from shardfn._core.sharding import Axes, Sharding, Split, flat, is_flat, on_axis
+from shardfn._core.residual import axis_of_terms
+from shardfn._core.sharding import (
+    Axes,
+    Sharding,
+    Split,
+    flat,
+    is_flat,
+    of_dim,
+    on_axis,
+)
 from shardfn.storage._related_leaves import stacked_leaves
 
 Why = tuple[str, tuple[Any, ...]]
@@ -35,6 +44,7 @@ class Layout(NamedTuple):
 
 
 OWN: tuple[Why, ...] = (("per_device_state: each device keeps its own", ()),)
+ROWS: tuple[Why, ...] = (("a row of terms for each device that sums them", ()),)
 FILLING = (
     "{} devices divide dimension {} of {}, in parts that fill TPU tiles "
     "(limits.TPU_TILE)"
@@ -81,19 +91,58 @@ def layouts(
     Returns:
       One layout per leaf.
     """
-    stacks = stacked_leaves(paths, [leaf.shape for leaf in leaves])
+    summed = list(map(axis_of_terms, paths))
+    params = [
+        leaf if axis is None else _row(leaf)
+        for leaf, axis in zip(leaves, summed, strict=True)
+    ]
+    ends = [
+        p if axis is None else p[:-1] for p, axis in zip(paths, summed, strict=True)
+    ]
+    stacks = stacked_leaves(ends, [leaf.shape for leaf in params])
     names = list(map(leaf_name, paths))
     control.check(names)
-    return tuple(
-        Layout(_per_device(name, leaf, axes), OWN)
-        if control.of(name).per_device_state
-        else _leaf_sharding(
-            name, leaf, axes, min_size, stacked, auto or (), control.of(name).shard
+    autos = [auto or () for auto in autos or [()] * len(stacks)]
+    found = []
+    for i, (name, leaf, axis) in enumerate(zip(names, leaves, summed, strict=True)):
+        if control.of(name).per_device_state:
+            found.append(Layout(_per_device(name, leaf, axes), OWN))
+            continue
+        auto = autos[i] if axis is None else autos[i][1:]
+        layout = _leaf_sharding(
+            name, params[i], axes, min_size, stacks[i], auto, control.of(name).shard
         )
-        for name, leaf, stacked, auto in zip(
-            names, leaves, stacks, autos or [()] * len(stacks), strict=True
+        found.append(
+            layout if axis is None else _of_rows(name, leaf, axis, layout, axes)
         )
+    return tuple(found)
+
+
+def _row(leaf: Any) -> Any:
+    """One row of a residual: a leaf like its parameter."""
+    return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
+
+
+def _of_rows(name: str, leaf: Any, over: str, row: Layout, axes: Axes) -> Layout:
+    """A row for each device along the axis over which terms are summed, and along the
+    others each row as a parameter of its shape is."""
+    others = axes.replicated if is_flat(row.sharding) else row.sharding
+    sharding = tuple(
+        of_dim(s, s.dim + 1) if isinstance(s, Split) else None for s in others
     )
+    count = axes.size(over)
+    if leaf.shape[0] % count:
+        raise ShardingError(
+            f"state leaf '{name}' has {leaf.shape[0]} rows of terms, and mesh axis "
+            f"'{over}' has {count} devices.\n{called()}"
+            "Make residuals for this mesh, shardfn.zero_residuals(params, mesh, "
+            f"'{over}'), and restore into a state that has those: a checkpoint's rows "
+            "are then added up to as many."
+        )
+    if count > 1:
+        axis = axes.names.index(over)
+        sharding = on_axis(sharding, axis, Split(0, stored=True))
+    return Layout(sharding, (*ROWS, *row.why))
 
 
 def _per_device(name: str, leaf: Any, axes: Axes) -> Sharding:

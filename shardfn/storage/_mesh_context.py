@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 
 from shardfn._core import compat
+from shardfn._core.memories import DEVICE, is_on_host, space_of
 
 
 def automatic(mesh: Mesh) -> Mesh:
@@ -57,7 +58,10 @@ def on_mesh_of(x: Any) -> contextlib.AbstractContextManager[Any]:
 
 def moved(x: Any, device: SingleDeviceSharding) -> Any:
     """`x` on one device, in a buffer of its own: that of `x` may be donated."""
-    with jax.transfer_guard("allow"):  # the caller asked for it; some go by the host
-        moved = jax.device_put(x, device)
     shares = isinstance(x, compat.CONCRETE_ARRAYS) and x.is_fully_replicated
+    with jax.transfer_guard("allow"):  # the caller asked for it; some go by the host
+        if shares and is_on_host(x):  # JAX would take the device's buffer as it is
+            with on_mesh_of(x):
+                x = jax.device_put(x, space_of(DEVICE))
+        moved = jax.device_put(x, device)
     return jnp.copy(moved) if shares else moved

@@ -9,6 +9,7 @@ whoever reads it compares it.
 import asyncio
 import contextlib
 import copy
+import functools
 from collections.abc import Awaitable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from shardfn._core import processes
 from shardfn._core.limits import CHUNK_BYTES, LEAVES_WRITTEN, SLABS_READ
 from shardfn.storage._boxes import Index, Shape, pieces, put_block, shards_here
 from shardfn.storage._padded_leaves import OnDevices, OnHost, copied
+from shardfn.storage._residual_rows import added_up
 
 CHECKSUM = [
     {"name": "bytes", "configuration": {"endian": "little"}},
@@ -169,7 +171,11 @@ async def _read(spec: ts.Spec, shape: Shape, stored: jax.ShapeDtypeStruct) -> ja
     array = await ts.open(spec, open=True, context=CONTEXT)
     shards = []
     for index, devices in shards_here(stored):
-        block = await _block(array, shape, stored, index)
+        if array.shape == tuple(shape):
+            block = await _block(array, shape, stored, index)
+        else:
+            part = functools.partial(_block, stored=stored, index=index)
+            block = await added_up(array, shape, part)
         shards += put_block(block, sharding, devices)
         jax.block_until_ready(shards)  # `block` is free when it has been copied
     return jax.make_array_from_single_device_arrays(stored.shape, sharding, shards)

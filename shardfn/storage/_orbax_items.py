@@ -7,7 +7,7 @@ disk, how they differ, and the items, arguments and options of Orbax.
 import contextlib
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from shardfn._core.static_leaves import without_static
 from shardfn.storage._key_words import from_words, in_words, words_of
 from shardfn.storage._orbax_handler import StoredRestoreArgs, registry
 from shardfn.storage._padded_leaves import on_devices
+from shardfn.storage._residual_rows import absent, shape_saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,15 @@ def differences(
     """A line for every leaf that is not the same in a checkpoint and in a state, or in
     a part of one; `keys` are the dtypes of the PRNG keys that were saved."""
     expected = {leaf.name: on_disk(leaf.aval) for leaf in leaves if has_values(leaf)}
-    missing = [f"missing: '{k}' {v}" for k, v in expected.items() if k not in saved]
+    begin = absent(leaves, saved)
+    for leaf in leaves:
+        if (as_saved := saved.get(leaf.name)) and leaf.name in expected:
+            known = expected[leaf.name]
+            shape = shape_saved(leaf, known.shape, as_saved.shape)
+            expected[leaf.name] = Saved(shape, known.dtype)
+    missing = [
+        f"missing: '{k}' {v}" for k, v in expected.items() if k not in {*saved, *begin}
+    ]
     extra = [
         f"{ONLY_SAVED}'{k}' {v}"
         for k, v in saved.items()
@@ -128,7 +137,7 @@ def not_json(x: Any, path: str) -> tuple[str, str] | None:
 
 
 def empty(target: jax.ShapeDtypeStruct) -> jax.Array:
-    """The array that stores a leaf that has no values."""
+    """The array that stores a leaf that has no values, or zeros."""
     return jnp.zeros(target.shape, target.dtype, device=target.sharding)
 
 
@@ -185,18 +194,27 @@ def read(
     targets: Sequence[jax.ShapeDtypeStruct],
     treedef: Any,
     partial: bool = False,
+    begin: Collection[str] = (),
 ) -> list[jax.Array]:
-    """The arrays of the leaves that have values, as `targets` say; of a `partial` state
-    no others are read."""
+    """The leaves as `targets` say: zeros where they have no values or are to `begin`;
+    of a `partial` state no others are read."""
     both = list(zip(leaves, targets, strict=True))
-    items = [target if has_values(leaf) else None for leaf, target in both]
-    args = [restore_args(*pair) if has_values(pair[0]) else None for pair in both]
+    there = [has_values(leaf) and leaf.name not in begin for leaf in leaves]
+    items = [
+        x if is_there else None for is_there, x in zip(there, targets, strict=True)
+    ]
+    args = [
+        restore_args(*pair) if is_there else None
+        for is_there, pair in zip(there, both, strict=True)
+    ]
     trees = (jax.tree.unflatten(treedef, x)[0] for x in (items, args))
     item, given = map(as_item, trees)
     # Not by a Checkpointer: after it has read, it waits for all processes, also for one
     # that could not.
     with contextlib.closing(handler()) as reader:
-        if partial:  # in the form of all that was saved: tuples have their lengths
+        if (
+            partial or begin
+        ):  # in the form of all that was saved: tuples have their lengths
             form = reader.metadata(directory).tree
             asked = {x.name: (y, a) for (x, y), a in zip(both, args, strict=True)}
             item, given = (_in_form(form, asked, i) for i in (0, 1))
@@ -207,8 +225,10 @@ def read(
             ),
         )
     named = {path_name(path): x for path, x in tree_flatten_with_path(restored)[0]}
-    found = ((named[leaf.name], target) for leaf, target in both if has_values(leaf))
-    return [from_words(x, target.dtype) for x, target in found]
+    return [
+        from_words(named[leaf.name], target.dtype) if is_there else empty(target)
+        for is_there, (leaf, target) in zip(there, both, strict=True)
+    ]
 
 
 def _in_form(form: Any, asked: Mapping[str, tuple[Any, Any]], i: int) -> Any:

@@ -20,8 +20,7 @@ from jax.sharding import (
 
 from shardfn._core import compat, processes
 from shardfn._core.errors import ShardingError, called, step_name
-from shardfn._core.leaves import Leaf, leaf_name
-from shardfn._core.memories import HOST, is_on_host
+from shardfn._core.leaves import Leaf
 from shardfn._core.sharding import Sharding
 from shardfn.storage._leaves import leaves_of
 from shardfn.storage._mesh_context import (
@@ -73,22 +72,6 @@ class Storage(StoredLayout):
         ]
         self.note_splits(leaves, treedef)
         return placed, leaves, treedef
-
-    def check_memories(self, states: tuple[Any, ...]) -> None:
-        """Raises if a leaf comes in the host's memory, and is not stored there: moved
-        without a word, it would cost the memory that it was to save."""
-        leaves, _ = self.leaves(states)
-        for x, leaf in zip(jax.tree.leaves(states), leaves, strict=True):
-            if leaf.memory != HOST and isinstance(x, jax.Array) and is_on_host(x):
-                # A pattern that is misspelt names no leaf.
-                self.control.check([leaf_name(each.path) for each in leaves])
-                name = leaf.name or "state"
-                raise ShardingError(
-                    f"state leaf '{name}' is in the host's memory, and {step_name()} "
-                    f"stores it on the devices.\n{called()}"
-                    f"Pass offload={{{name!r}: 'host'}} to fully_shard, or move the "
-                    "state with step.shard(state)."
-                )
 
     def place_leaf(self, x: Any, leaf: Leaf, sharding: Sharding) -> jax.Array:
         """A leaf in the array that stores it, which may be there already."""

@@ -149,7 +149,8 @@ class StoredLayout:
 
     def may_leave(self, leaf: Leaf) -> bool:
         """Whether a leaf may live on the host: it is large, and no PRNG key."""
-        return leaf.aval.size >= self.min_size and not compat.is_key(leaf.aval.dtype)
+        is_array = bool(leaf.aval.shape) and not compat.is_key(leaf.aval.dtype)
+        return is_array and leaf.aval.size >= self.min_size
 
     def choice_of(self, leaves: Sequence[Leaf]) -> OffloadChoice | None:
         """The choice that leaves of a state were part of, if there was one."""

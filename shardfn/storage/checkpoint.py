@@ -35,15 +35,14 @@ from shardfn.storage._checkpoint_files import ITEM, CheckpointFiles
 from shardfn.storage._leaves import leaves_of
 from shardfn.storage._orbax_items import (
     as_item,
-    empty,
     handler,
-    has_values,
     manager_options,
     read,
     read_step,
     values,
 )
 from shardfn.storage._placement import HasStorage, stored_avals
+from shardfn.storage._residual_rows import warn_of
 
 __all__ = ["CheckpointError", "Checkpoints", "DamagedCheckpointError"]
 
@@ -214,13 +213,14 @@ class Checkpoints:
             number = self._found(number)
             leaves, treedef, targets = stored_avals(self.step, close_static(like))
             with self._files.intact(number):
-                self._files.check_fit(leaves, number, partial)
+                begin = self._files.check_fit(leaves, number, partial)
                 where = self._files.path(number) / ITEM
-                found = read(where, leaves, targets, treedef, partial)[::-1]
-        arrays = []
-        for leaf, target in zip(leaves, targets, strict=True):
-            x = found.pop() if has_values(leaf) else empty(target)
-            arrays.append(compat.with_weak_type(x, True) if leaf.aval.weak_type else x)
+                found = read(where, leaves, targets, treedef, partial, begin)
+        warn_of(begin, number)
+        arrays: list[Any] = [
+            compat.with_weak_type(x, True) if leaf.aval.weak_type else x
+            for x, leaf in zip(found, leaves, strict=True)
+        ]
         if self.step is not None:
             arrays = self.step.storage.as_leaves(arrays, leaves)
         return open_static(jax.tree.unflatten(treedef, arrays)[0])

@@ -11,7 +11,8 @@ from typing import Any
 import jax
 from jax.tree_util import SequenceKey
 
-from shardfn._core.call_arguments import Path, StateArguments, new_leaves, part
+from shardfn._core.call_arguments import Path, StateArguments, part
+from shardfn._core.new_leaves import new_leaves
 
 
 @dataclass(frozen=True, slots=True)

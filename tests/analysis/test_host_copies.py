@@ -4,6 +4,7 @@ are not as planned.
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,10 +12,12 @@ import jax.numpy as jnp
 import pytest
 from compilers import aot
 from plan_helpers import cpu_mesh
+from test_hlo_text import ADD as ADDER
 from test_hlo_text import module
 
 import shardfn
 from shardfn.analysis import targets
+from shardfn.analysis._copied_bytes import CopiedBytes
 from shardfn.analysis._hlo.host_copies import HostCopy, host_copy
 from shardfn.analysis._hlo.parse import parse_module
 from shardfn.analysis._hlo.play import play
@@ -22,7 +25,7 @@ from shardfn.analysis._hlo.timeline import Rates
 from shardfn.analysis._host_check import check_host
 from shardfn.analysis._html import page_data
 from shardfn.analysis._latency import TransferTime
-from shardfn.analysis.host_transfer import LeafOnHost
+from shardfn.analysis.host_transfer import HostTransfer, LeafOnHost
 
 HERE = "f32[4,8]{1,0}"
 THERE = "f32[4,8]{1,0:S(5)}"
@@ -137,7 +140,71 @@ def program(taken: str, left: str, *lines: str) -> str:
     ],
 )
 def test_programs_that_are_not_as_planned(text, wrong) -> None:
-    assert check_host([LEAF], text) == wrong
+    assert check_host([LEAF], (), False, text) == ((), wrong)
+
+
+BIG = "f32[1024,1024]"
+MOMENT = LeafOnHost("m", "float32", (1024, 1024))
+SIZE = 4 * 2**20
+IN = HostTransfer("device", "update", (8192, 1024), "float32", SIZE, 1, 0, "m")
+OUT = replace(IN, memory="host")
+WAITS = replace(IN, waits_for=frozenset({"shardfn.7.1.0"}))
+COPY_IN = (
+    f"%s = ({BIG}{{1,0}}, {BIG}{{1,0:S(5)}}, u32[]) copy-start(%m)",
+    f"%d = {BIG}{{1,0}} copy-done(%s)",
+)
+COPY_OUT = f"%o = {BIG}{{1,0:S(5)}} copy(%d)"
+GRADIENT = (
+    f"%g = {BIG}{{1,0}} reduce-scatter(%x), replica_groups={{{{0,1,2,3,4,5,6,7}}}}, "
+    'dimensions={0}, to_apply=%add, metadata={op_name="jit(f)/shardfn.7.1.0/reduce"}'
+)
+BEHIND = (
+    f"%t = ({BIG}{{1,0:S(5)}}, {BIG}{{1,0}}) tuple(%m, %g)",
+    f"%b = ({BIG}{{1,0:S(5)}}, {BIG}{{1,0}}) opt-barrier(%t)",
+    f"%e = {BIG}{{1,0:S(5)}} get-tuple-element(%b), index=0",
+    COPY_IN[0].replace("%m", "%e"),
+    COPY_IN[1],
+)
+
+
+def program_of_moment(*lines: str) -> str:
+    given = f"""
+  %m = {BIG}{{1,0:S(5)}} parameter(0)
+  %x = f32[8192,1024]{{1,0}} parameter(1)
+"""
+    there = f"{BIG}{{1,0:S(5)}}"
+    text = module(given + "\n".join(lines), ADDER)
+    return LAYOUT.format(there, there) + text.partition("\n")[2]
+
+
+EARLY = "m: 4.0 MiB come from the host before the gradient that they wait for"
+MORE = "each device copies 8.0 MiB to its host per step; planned 4.0 MiB"
+
+
+@pytest.mark.parametrize(
+    "lines, transfer, itself, wrong",
+    [
+        ((GRADIENT, *COPY_IN, COPY_OUT), WAITS, False, ()),
+        ((GRADIENT, *BEHIND, COPY_OUT), WAITS, False, ()),
+        ((*COPY_IN, GRADIENT, COPY_OUT), WAITS, False, (EARLY,)),
+        ((*COPY_IN, GRADIENT, COPY_OUT), IN, False, ()),  # waits for nothing
+        ((GRADIENT, *COPY_IN, COPY_OUT, COPY_OUT), WAITS, False, (MORE,)),
+        ((GRADIENT, *COPY_IN, COPY_OUT, COPY_OUT), WAITS, True, ()),
+        ((GRADIENT, *COPY_IN), WAITS, False, ()),  # less than planned
+    ],
+)
+def test_programs_copy_no_more_than_planned_and_no_earlier(
+    lines: tuple[str, ...], transfer: HostTransfer, itself: bool, wrong: tuple[str, ...]
+) -> None:
+    named = [line.replace("%o ", f"%o{k} ") for k, line in enumerate(lines)]
+    text = program_of_moment(*named)
+    copied, found = check_host([MOMENT], [transfer, OUT], itself, text)
+    assert found == wrong
+    outs = sum(line is COPY_OUT for line in lines)
+    assert copied == (
+        CopiedBytes("device", SIZE, SIZE),
+        CopiedBytes("host", SIZE, outs * SIZE),
+    )
 
 
 def train(state: Any, x: jax.Array) -> Any:
@@ -195,6 +262,8 @@ def test_device_memory_falls_on_machines_that_are_not_there(target) -> None:
         for offload in options
     )
     assert report.verification.ok
+    each = [(c.planned, c.found) for c in report.verification.copied]
+    assert each == [(moments, moments)] * 2
     assert report.host_bytes == report.memory.host_arguments == moments
     assert report.memory.host_temporary == 0
     fallen = plain.memory.peak - report.memory.peak
@@ -213,3 +282,21 @@ def test_device_memory_falls_on_machines_that_are_not_there(target) -> None:
     for *_, kind, _, size in page_data(report)["copies"]:
         sent[kind] += size
     assert sent == {"to_device": moments, "to_host": moments}
+
+
+def train_read_twice(state, x):
+    """SGD with a norm of the gradient in front of the update: the parameter is copied
+    to the device for the forward pass, and a second time behind its gradient."""
+    loss, grad = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(state)
+    grad *= jax.lax.rsqrt(jnp.sum(grad**2) + 1e-6)
+    return state - 0.1 * (grad + 0.01 * state), loss
+
+
+@pytest.mark.parametrize("target", [aot("h100:8"), aot("tpu:v5e:2x4")])
+def test_a_parameter_that_is_read_twice_is_computed_with_on_the_device(target) -> None:
+    """libtpu left out the second copy, and made the update in the host's memory."""
+    step = shardfn.fully_shard(train_read_twice, cpu_mesh(8), offload={"*": "host"})
+    w = jax.ShapeDtypeStruct((1024, 512), jnp.float32)
+    report = step.on(target, w, jax.ShapeDtypeStruct((64, 1024), jnp.float32))
+    assert report.verification.ok, report.verification.problems()
+    assert len(report.plan.transfers) == 3

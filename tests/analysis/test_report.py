@@ -101,6 +101,13 @@ def test_a_report_prints_and_is_frozen(h100) -> None:
         assert f"  {line}" in text or line in text
     assert "fits" in text and "MFU" in text and "as planned" in text
     assert "estimate per step, at the rates of data sheets: no measurement" in text
+    one = dataclasses.replace(h100.timeline.links[0], alone=True)
+    others = [dataclasses.replace(x, alone=False) for x in h100.timeline.links[1:]]
+    for links, said in ((one, *others), True), (tuple(others), False):
+        played = dataclasses.replace(h100.timeline, links=links)
+        shown = str(dataclasses.replace(h100, timeline=played))
+        assert ("synchronous transfers" in shown) == said
+        assert (f"1 of {len(links)} arrays, " in shown) == said
     assert "= 2.8" in text and " M, M = 6.0 MiB" in text
     with pytest.raises(dataclasses.FrozenInstanceError):
         h100.step = "other"

@@ -226,18 +226,27 @@ def kinds(spans) -> list[tuple[str, float, float]]:
 
 
 @pytest.mark.parametrize(
-    "lines, device, exposed",
+    "lines, device, exposed, alone",
     [
-        ([START[0], DOT, START[1]], [("matmul", 0, 1), ("wait", 1, 3)], 2),
-        ([*START, DOT], [("wait", 0, 3), ("matmul", 3, 4)], 3),
+        ([START[0], DOT, START[1]], [("matmul", 0, 1), ("wait", 1, 3)], 2, False),
+        ([*START, DOT], [("wait", 0, 3), ("matmul", 3, 4)], 3, False),
+        (
+            [f'{START[0]}, backend_config={{"is_sync":true}}', START[1], DOT],
+            [("wait", 0, 3), ("matmul", 3, 4)],
+            3,
+            True,
+        ),
         (
             [f"%g = f32[64] all-gather(%p), {GROUPS}, dimensions={{0}}", DOT],
             [("wait", 0, 3), ("matmul", 3, 4)],
             3,
+            True,
         ),
     ],
 )
-def test_the_device_waits_where_the_schedule_does(lines, device, exposed) -> None:
+def test_the_device_waits_where_the_schedule_does(
+    lines, device, exposed, alone
+) -> None:
     p = "%p = f32[8] parameter(2)"
     found = play(module("\n".join([A, B, p, *lines])), ROUND)
     shown = [s for s in found.device if s.end - s.start > 1e-9]
@@ -246,6 +255,7 @@ def test_the_device_waits_where_the_schedule_does(lines, device, exposed) -> Non
     assert found.exposed == pytest.approx(exposed)
     assert found.seconds == pytest.approx(device[-1][2])
     assert found.links[0].bytes == 64 * 4 * 7 // 8
+    assert found.alone == (found.links if alone else ())
 
 
 LOOP = f"""{ADD}

@@ -8,13 +8,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_allclose
 from plan_helpers import CPU_MERGES_GATHERS, QUICK, cpu_mesh
 
 import shardfn
-from shardfn._core.sharding import Axes
-from shardfn.analysis._match import verify
-from shardfn.analysis.collective import Collective
 
 DTYPES = "bool int8 uint32 float16 float32".split()
 
@@ -207,94 +205,105 @@ def test_what_iterations_share_is_not_gathered_ahead() -> None:
     assert ("bias", 4) not in times
 
 
-# What a compiler joins
+def microbatched(
+    layers: Any, unroll: int = 1, dtype: str = "float32", mapped: bool = False
+) -> Any:
+    """Gradients of 3 microbatches, of a table, places, layers and a norm."""
 
-AXES = Axes(("data",), (8,), (("data", 8),))
-REDUCER = """
-%{0} (a: f32[], b: f32[]) -> f32[] {{
-  %a = f32[] parameter(0)
-  %b = f32[] parameter(1)
-  ROOT %sum = f32[] {0}(%a, %b)
-}}
-"""
+    def loss(p, tokens):
+        p = jax.tree.map(lambda w: w.astype(dtype), p)
+        h = layers(p["layers"], p["table"][tokens] + p["places"])
+        return jnp.mean((h * p["norm"]).astype("float32") ** 2)
 
+    def step(p, batch):
+        def add(total, tokens):
+            return jax.tree.map(jnp.add, total, jax.grad(loss)(p, tokens)), None
 
-def sums(*elements: int, reducer: str = "add", names: dict[int, str] | None = None):
-    """A program that all-reduces arrays of these many elements."""
-    lines = [
-        f"  %r{i} = f32[{n}] all-reduce(%p), replica_groups={{{{0,1,2,3,4,5,6,7}}}}, "
-        f'to_apply=%{reducer}, metadata={{op_name="{(names or {}).get(i, "")}"}}'
-        for i, n in enumerate(elements)
-    ]
-    head = "HloModule jit_f, is_scheduled=true, num_partitions=8\n"
-    entry = [
-        "ENTRY %main (p: f32[8]) -> f32[] {",
-        *lines,
-        "  ROOT %z = f32[] constant(0)",
-    ]
-    return "\n".join([head, REDUCER.format(reducer), *entry, "}", ""])
+        zero = jax.tree.map(jnp.zeros_like, p)
+        if mapped:
+            each = lax.map(lambda tokens: jax.grad(loss)(p, tokens), batch)
+            total = jax.tree.map(lambda g: g.sum(0), each)
+        else:
+            total, _ = lax.scan(add, zero, batch, unroll=unroll)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, p, total), ()
+
+    return step
 
 
-def planned(*elements: int, reduces: str = "sum") -> list[Collective]:
-    """Lines that all-reduce arrays of these many elements."""
-    return [
-        Collective(
-            *("all_reduce", "data", "backward", (n,), "float32", 7 * n, 1),
-            name=f"shardfn.{i}.1.0",
-            elements=n,
-            devices=8,
-            reduces=reduces,
-        )
-        for i, n in enumerate(elements)
-    ]
+def scanned(p, h):
+    return lax.scan(jax.checkpoint(lambda h, w: (jnp.tanh(h @ w), None)), h, p)[0]
 
 
-JOINED = [
-    ("one of many", [2**i for i in range(20)], [2**20 - 1]),
-    ("more subsets than can be listed", range(1, 400), [sum(range(1, 400))]),
-    ("a first fit that leaves none", [6, 5, 5, 4, 3, 1], [9, 8, 7]),
-    ("more than a table holds", [2**20 + i for i in range(999)], [2**29, 511155013]),
-]
+def stacked(p, h):
+    return jnp.tanh(jnp.tanh(h @ p[0]) @ p[1])
 
 
-@pytest.mark.parametrize(
-    "lines, found", [j[1:] for j in JOINED], ids=[j[0] for j in JOINED]
-)
-def test_sums_that_a_compiler_joins_are_found(lines: Any, found: Any) -> None:
-    assert sum(lines) == sum(found)
-    result = verify(planned(*lines), AXES, sums(*found))
+MICROBATCHED = {
+    "scan": (microbatched(scanned), {}),
+    "scan_bfloat16": (microbatched(scanned, dtype="bfloat16"), {}),
+    "mapped_ahead": (microbatched(stacked, mapped=True), {"prefetch": 1}),
+    "unrolled": (microbatched(stacked, unroll=2), {}),
+}
+TABLES = {
+    "table": jnp.ones((32, 8)),
+    "places": jnp.ones((4, 8)),
+    "layers": jnp.ones((2, 8, 8)),
+    "norm": jnp.ones(8),
+}
+PARTS = jnp.zeros((3, 16, 4), jnp.int32)
+
+
+@pytest.mark.parametrize("name", MICROBATCHED)
+def test_gathers_that_leave_the_loop_over_microbatches_are_found(name) -> None:
+    """Compilers for CPUs gather once in front of it what is the same for each."""
+    sharded, compiled = compile_microbatched(name)
+    result = sharded.plan(TABLES, PARTS).verify(compiled)
     assert result.ok, result.problems()
+    (places,) = (
+        c
+        for c in result.lines
+        if c.line.path == "places" and c.found[0].op == "all_gather"
+    )
+    assert (places.runs, places.line.times) == (1, 3)
+    assert places.status == ("promoted" if "bfloat16" in name else "invariant")
 
 
-def test_a_sum_that_is_in_no_other_is_missing() -> None:
-    result = verify(planned(512, 30, 7), AXES, sums(519))
-    assert [c.status for c in result.lines] == ["present", "missing", "present"]
-    assert not result.extra
+def compile_microbatched(name: str) -> Any:
+    step, options = MICROBATCHED[name]
+    options = options | {"stationary": False, "batch_spec": P(None, "data")}
+    sharded = shardfn.fully_shard(step, cpu_mesh(8), min_size=0, **options)
+    return sharded, sharded.lower(TABLES, PARTS).compile(compiler_options=QUICK)
 
 
-def test_a_name_tells_which_of_equal_sums_is_there() -> None:
-    text = sums(35, names={0: "jit(f)/shardfn.2.1.0/psum"})
-    result = verify(planned(10, 25, 20, 15), AXES, text)
-    assert [c.status for c in result.lines] == [
-        "missing",
-        "missing",
-        "present",
-        "present",
-    ]
+def test_what_other_compilers_gather_in_front_of_a_loop_is_refused() -> None:
+    """There it costs memory that they would not spend. Gathers of a loop's slices can
+    leave no loop, and wait in the backward pass."""
+    sharded, compiled = compile_microbatched("scan")
+    plan, text = sharded.plan(TABLES, PARTS), compiled.as_text()
+    checked = plan.verify(text)
+    assert {c.line.path for c in checked.having("hoisted")} == {"places", "norm"}
+    assert not checked.ok and "hoisted: gathered once in front of" in checked.problems()
+    fewer = plan.verify(text.replace('{"n":"2"}', '{"n":"1"}'))
+    assert text.count('{"n":"2"}') and not fewer.ok
+    assert [c.runs for c in fewer.having("missing")] == [3, 3, 3]
 
 
-def test_what_cannot_be_told_is_said_to_be_so() -> None:
-    result = verify(planned(6, 6, 6), AXES, sums(7, 9))
-    assert {c.status for c in result.lines} == {"undecided"} and not result.ok
-    assert "which of them is missing cannot be told" in result.problems()
+def test_what_a_loop_writes_out_may_be_gathered_once() -> None:
+    sharded, compiled = compile_microbatched("unrolled")
+    checked = sharded.plan(TABLES, PARTS).verify(compiled.as_text())
+    found = {c.line.path: (c.runs, c.line.times) for c in checked.having("unrolled")}
+    assert found["places"] == found["norm"] == (1, 3)
 
 
-@pytest.mark.parametrize(
-    "planned_as, emitted",
-    [("sum", "maximum"), ("max", "add"), ("min", "maximum"), ("max", "minimum")],
-)
-def test_another_reduction_is_told(planned_as: str, emitted: str) -> None:
-    lines = planned(6, 9, reduces=planned_as)
-    named = sums(6, 9, reducer=emitted, names={i: c.name for i, c in enumerate(lines)})
-    for text in (named, sums(6, 9, reducer=emitted), sums(15, reducer=emitted)):
-        assert not verify(lines, AXES, text).ok
+def test_a_line_is_not_taken_for_another_of_as_many_elements() -> None:
+    """CPUs move the sorted rows in float32, too, as many as a layer has elements, which
+    some of them gather once where two are planned."""
+
+    def loss(p, x):
+        rows = jnp.sort(x.astype(jnp.bfloat16), axis=0).astype(jnp.float32)
+        return jnp.mean((jnp.tanh(jnp.tanh(rows @ p[0]) @ p[1])) ** 2)
+
+    asked = {"reshard_after_forward": True, "stationary": False}
+    result = checked(trained(loss), SQUARES[:2], jnp.ones((8, 8)), **asked)
+    assert result.ok, result.problems()
+    assert len(result.having("promoted")) == 1

@@ -93,12 +93,30 @@ def refused(*argv: str) -> str:
     return str(caught.value)
 
 
-def data_of(page: str) -> dict:
-    """The page's data, of a page that asks nothing of the network."""
+def pages_of(page: str) -> list[dict]:
+    """What each report of a page shows; the page asks nothing of the network."""
     assert re.findall(r"https?://[^\"]*", page) == ["http://www.w3.org/2000/svg"]
     assert not re.search(r"<(script|link|img)[^>]*(src|href)=", page)
-    (text,) = re.findall(r"^const data = (.*);$", page, re.MULTILINE)
+    (text,) = re.findall(r"^const pages = (.*);$", page, re.MULTILINE)
     return json.loads(text)
+
+
+def first_of(page: str) -> dict:
+    """What the only report of a page shows."""
+    (data,) = pages_of(page)
+    return data
+
+
+def drawn(page: Path) -> str:
+    """The body of a page, as a browser has made it; its script ran to its end: the last
+    thing that it fills is the footer."""
+    browser = ("chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom")
+    done = subprocess.run(
+        [*browser, page.as_uri()], capture_output=True, text=True, timeout=120
+    )
+    body = done.stdout.partition("<body")[2]
+    assert "data sheets" in body.partition("<footer")[2].partition("</footer>")[0]
+    return body
 
 
 def test_without_a_target_the_plan_is_printed(file, capsys) -> None:
@@ -116,7 +134,7 @@ def test_a_target_gives_a_report_and_a_page(file, capsys, tmp_path) -> None:
     assert "train_step on h100:8: 8 devices, mesh data=8" in out
     assert "page: plain-h100-8.html" in out and "psum_scatter" in out
     assert "compiling" in err and "reading the compiled program" in err
-    data = data_of((tmp_path / "plain-h100-8.html").read_text())
+    data = first_of((tmp_path / "plain-h100-8.html").read_text())
     assert data["title"] == "train_step on h100:8"
     for spans in (data["device"], data["links"]):
         assert spans == sorted(spans, key=lambda s: s[0]) and spans
@@ -152,7 +170,7 @@ def test_mesh_shape_and_page_are_options(file, capsys, tmp_path) -> None:
     argv = ["plan", f"{file}:local", "--target", "h100:8", "--html", str(page)]
     main([*argv, "--mesh-shape", "2", "4"])
     assert "mesh replica=2 x data=4" in capsys.readouterr().out
-    assert data_of(page.read_text())["subtitle"].endswith("mesh replica=2 x data=4")
+    assert first_of(page.read_text())["subtitle"].endswith("mesh replica=2 x data=4")
     assert "the step's mesh has the axes ('replica', 'data')" in refused(
         *argv, "--mesh-shape", "8"
     )
@@ -169,7 +187,7 @@ def test_the_examples_can_be_planned(example, tmp_path, monkeypatch, capsys) -> 
     page = tmp_path / "page.html"
     main(["plan", name, "--target", H100, "--html", str(page), "--check"])
     assert "as planned" in capsys.readouterr().out
-    data = data_of(page.read_text())
+    data = first_of(page.read_text())
     assert len(data["parameters"]) > 10
     if example != "quickstart.py":
         assert {label.split()[0] for *_, label in data["rounds"]} == {
@@ -182,17 +200,7 @@ def test_the_examples_can_be_planned(example, tmp_path, monkeypatch, capsys) -> 
 def test_a_browser_draws_the_page(file, tmp_path) -> None:
     page = tmp_path / "page.html"
     main(["plan", f"{file}:plain", "--target", H100, "--html", str(page)])
-    browser = ("chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom")
-    done = subprocess.run(
-        [*browser, page.as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    body = done.stdout.partition("<body")[2]
-    assert body.count("<rect") > 10
-    # The script ran to its end: the last thing it fills is the footer.
-    assert "data sheets" in body.partition("<footer")[2].partition("</footer>")[0]
+    assert drawn(page).count("<rect") > 10
 
 
 def test_wrong_names_are_one_message(file) -> None:
@@ -262,7 +270,7 @@ GIVEN = {
     "batch_spec": P("data"),
     "donate": False,
     "per_device_state": (),
-    "verify": "off",  # needs a mesh, as the next two and per_device_state
+    "verify": "off",  # needs a mesh, as the next two, per_device_state and shard_for
     "compiler_options": None,
     "options": None,
     "offload": None,
@@ -276,6 +284,7 @@ GIVEN = {
     "bucket_bytes": 64,
     "shard": False,
     "stationary": {"*": True},
+    "shard_for": None,
 }
 """A value for each option of `fully_shard`."""
 
@@ -339,13 +348,29 @@ def test_each_command_is_named_where_one_is_missing() -> None:
 @pytest.mark.aot(H100)
 def test_tuning_prints_a_table_and_writes_options(file, capsys, tmp_path) -> None:
     flags = ["--target", H100, "--compilations", "2", "--out", "tuned.json"]
-    main(["tune", f"{file}:planned", *flags])
+    main(["tune", f"{file}:planned", *flags, "--html", "tuned.html"])
     out, err = capsys.readouterr()
     assert "as it is" in out and "compiled in" in out and "options: tuned.json" in out
-    assert "1. as it is: compiling" in err
+    assert "1. as it is: compiling" in err and "page: tuned.html" in out
+    pages = pages_of((tmp_path / "tuned.html").read_text())
+    titles = [p["name"] for p in pages]
+    assert len(titles) == 2 and "as it is" in titles and titles[0] in out
+    if shutil.which("chromium"):
+        body = drawn(tmp_path / "tuned.html")
+        compared = body.partition('id="compared"')[2].partition("</table>")[0]
+        assert compared.count("data-at") == 2 and all(t in compared for t in titles)
+        for drawing in ("timelines", "memories", "sent"):
+            svg = body.partition(f'id="{drawing}"')[2].partition("</svg>")[0]
+            assert svg.count("<rect") + svg.count("<path") >= 2, drawing
     assert json.loads((tmp_path / "tuned.json").read_text())["target"] == H100
+    main(["plan", f"{file}:plain", "--target", H100, "--tune"])
+    out = capsys.readouterr().out
+    assert out.index("memory per device") < out.index("as it is") < out.index("page: ")
     main(["tune", f"{file}:plain", "--target", H100, "--compilations", "1"])
     assert "step = shardfn.fully_shard(" in capsys.readouterr().out
+    assert "--tune compiles for a target: pass --target h100:8." in refused(
+        "plan", f"{file}:planned", "--tune"
+    )
     with pytest.raises(SystemExit) as caught:
         main(["tune", f"{file}:plain", *flags[:4], "--memory", "1KiB"])
     assert caught.value.code == 1

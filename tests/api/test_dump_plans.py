@@ -29,7 +29,7 @@ def test_a_plan_is_written_after_each_stage(tmp_path, monkeypatch) -> None:
     (folder,) = (tmp_path / "plans").iterdir()
     assert folder.name.startswith("train_step-")
     stages = ["propagate", *(step.name for step in PASSES)]
-    files = [folder / f"{i}-{stage}.txt" for i, stage in enumerate(stages)]
+    files = [folder / f"{i:02}-{stage}.txt" for i, stage in enumerate(stages)]
     assert sorted(folder.iterdir()) == files
     texts = [path.read_text() for path in files]
     first = f"train_step after {stages[0]}: 0 lines added, 0 removed\n\n"

@@ -115,6 +115,38 @@ def test_a_deleted_state_is_refused_though_it_is_known() -> None:
     assert not state["a"].is_deleted()
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_a_leaf_that_another_function_was_given_is_refused(known: bool) -> None:
+    """On several devices JAX 0.10 ends the process where such an array is run on."""
+    state, _ = ADD(new_state(), jnp.ones(4))
+    for _ in range(0 if known else KNOWN_STATES):
+        ADD(new_state(), jnp.ones(4))
+    jax.jit(lambda x: x * 2, donate_argnums=0)(state["b"])
+    for _ in range(2):
+        with pytest.raises(shardfn.ShardingError, match="leaf 'b' was donated to"):
+            ADD(state, jnp.ones(4))
+        assert not state["a"].is_deleted()
+    state["b"] = state["a"] * 0
+    state, _ = ADD(state, jnp.ones(4))
+    assert np.asarray(state["b"])[0] == 4
+
+
+@pytest.mark.parametrize("as_dict", [False, True])
+def test_states_are_known_wherever_they_come_back(as_dict: bool, looked_at) -> None:
+    def last(x, s):
+        new = {k: v + jnp.sum(x) for k, v in s.items()}
+        seen = jnp.sum(x)
+        return {"seen": seen, "state": new} if as_dict else (seen, new)
+
+    step, key = shardfn.fully_shard(last, MESH, min_size=0), "state" if as_dict else 1
+    state = {"a": jnp.zeros(8), "b": jnp.zeros(8)}
+    for turn in range(3):
+        if turn == 2:
+            looked_at.clear()
+        state = step(jnp.ones(4), state)[key]
+    assert looked_at == [] and np.asarray(state["a"])[0] == 12
+
+
 def test_no_state_is_kept_alive_and_no_array_is_written_to() -> None:
     state, _ = ADD(new_state(), jnp.ones(4))
     assert not getattr(state["a"], "__dict__", {})

@@ -27,6 +27,7 @@ WIDE = {"w": jnp.arange(32.0).reshape(2, 16) / 16}
 """Its shards are of shape (2, 2), as are those of `LONG`."""
 LONG = {"w": jnp.arange(32.0).reshape(16, 2) / 16}
 SQUARE, ROWS = {"w": jnp.ones((16, 16))}, np.ones((16, 16), np.float32)
+VECTOR = {"w": jnp.arange(16.0)}
 SMALL = {"w": jnp.ones((2, 2))}
 
 
@@ -211,6 +212,29 @@ def test_a_whole_state_that_has_the_shape_of_a_shard() -> None:
         assert "state leaf 'w' is the same on all devices of mesh axis" in message
         assert "it is whole, or no shard of the state" in message
         assert "jax.lax.pcast(x, 'data', to='varying')" in message
+
+
+@pytest.mark.parametrize("kind", ["shard_map", "pmap"])
+def test_without_types_nothing_tells_a_whole_leaf_from_a_shard(kind) -> None:
+    """JAX gives both the same avals, so the step goes by the states that it was given:
+    a whole vector of 2 is taken for shards of the 16 of `step.specs`."""
+    seen, local = [], given(VECTOR, step=lambda s, x: (s, jnp.sum(s["w"])))
+
+    def run(w, x):
+        seen.append((jax.typeof(w), jax.typeof(w).sharding))
+        return local({"w": w}, x)[1][None]
+
+    def ran(spec, w):
+        if kind == "pmap":
+            in_axes = None if spec == P() else 0
+            w = w if spec == P() else w.reshape(8, 2)
+            return jax.pmap(run, "data", in_axes=(in_axes, 0))(w, X.reshape(8, 2, 2))
+        specs = {"in_specs": (spec, P("data")), "out_specs": P("data")}
+        return jax.jit(jax.shard_map(run, mesh=mesh(), check_vma=False, **specs))(w, X)
+
+    assert ran(P("data"), jnp.arange(16.0)).ravel()[0] == 120
+    assert ran(P(), jnp.arange(2.0)).ravel()[0] == 8  # of the plain step 1
+    assert len(seen) == 2 and seen[0] == seen[1]
 
 
 def test_shards_that_are_all_the_same_on_purpose() -> None:

@@ -134,11 +134,13 @@ def test_plans_programs_and_splits_are_those_of_the_arrays() -> None:
 
 
 def test_parity_is_asserted_of_modules() -> None:
-    def step(model, opt_state, x, y):
-        return train(model, opt_state, x, y, dropout_rng=jax.random.key(1))
+    def step(model, opt_state, x, y, factor, seed_of):
+        key = seed_of(1)
+        return train(model, opt_state, factor * x, y, dropout_rng=key)
 
     model, opt_state = make(jax.random.key(0))
-    assert_parity(step, MESH, model, opt_state, X, Y, steps=3)
+    others = 0.5, jax.random.key  # a number is an array; a function is static
+    assert_parity(step, MESH, model, opt_state, X, Y, *others, steps=3)
 
 
 class WithState(eqx.Module):
@@ -299,6 +301,7 @@ def test_what_has_no_static_leaf_stays_the_same_object() -> None:
     assert not has_static(tree)
     closed = close_static({"f": jnp.sin, **tree})
     assert len(jax.tree.leaves(closed)) == 2 and open_static(closed)["f"] is jnp.sin
+    assert close_static(closed) is closed and not has_static(closed)
 
 
 # Prefixes

@@ -1,5 +1,6 @@
 """Hypothesis strategies for programs."""
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,6 +41,9 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "shard": (False, {"*0": False}),
     "stationary": (True, False, {"*0": True}),
 }
+
+FORCED = {"True": True, "False": False}.get(os.environ.get("SHARDFN_STATIONARY", ""))
+"""What `stationary` every program asks for, if the environment says so."""
 
 
 @st.composite
@@ -124,4 +128,7 @@ def options(draw: st.DrawFn, is_exact: bool) -> tuple[tuple[str, Any], ...]:
         if draw(st.integers(0, 2)) == 0 and often not in names:
             names.append(often)
     chosen = [(name, draw(st.sampled_from(OPTIONS[name]))) for name in names]
+    if FORCED is not None:
+        chosen = [c for c in chosen if c[0] != "stationary"]
+        chosen.append(("stationary", FORCED))
     return tuple(c for c in chosen if not (is_exact and c[1] == "bfloat16"))

@@ -4,7 +4,8 @@ Runs 8 programs, or 50 with `-m ''`, the same in every run. `SHARDFN_FUZZ=3000` 
 it that many, in tests of 50, other ones for every `SHARDFN_SEED`, and prints a failure
 as the smallest program that still fails. `SHARDFN_FIRST=1000` starts at that one, to go
 on with a run that ended; `SHARDFN_LOG` is a file that gets a line per test, and
-programs that failed. What runs is in `LAST`, for a failure that ends Python.
+programs that failed. `SHARDFN_STATIONARY=True`, or False, asks every program for that.
+What runs is in `LAST`, for a failure that ends Python.
 """
 
 import collections

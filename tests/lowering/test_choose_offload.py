@@ -3,6 +3,8 @@ for the host: no more than have to, moments first; states and reports that have 
 there; errors where nothing can be chosen.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -13,8 +15,11 @@ from compilers import aot
 from plan_helpers import cpu_mesh
 
 import shardfn
+from shardfn._api.fit_offload import Built, fitting
+from shardfn._core.limits import OFFLOAD_COMPILATIONS
 from shardfn._core.memories import memory_of
-from shardfn._core.offloading import MASTERS, MOMENTS, PARAMETERS
+from shardfn._core.offloading import MASTERS, MOMENTS, PARAMETERS, OffloadChoice
+from shardfn.analysis._offload_table import offload_table
 from shardfn.storage.checkpoint import Checkpoints
 
 KIB = 2**10
@@ -108,8 +113,13 @@ def test_a_plan_says_what_was_chosen_and_why() -> None:
     )
     kept = plan.explain("m/a")
     assert "leaves it on the device: the step fits without, and of the moments" in kept
-    everything = sharded("1KiB").plan(create(), X)
+    with pytest.warns(shardfn.OffloadWarning) as caught:
+        everything = sharded("1KiB").plan(create(), X)
     assert "which is still more than 1.0 KiB" in str(everything)
+    assert (
+        "bytes of each device by its plan, more than offload='1KiB' allows: 1024"
+        in (str(caught[0].message))
+    )
 
 
 def test_states_are_stored_as_chosen(tmp_path) -> None:
@@ -168,7 +178,68 @@ def test_other_sizes_are_refused(value: str) -> None:
 
 
 @pytest.mark.parametrize("target", [aot("h100:8")])
-def test_targets_say_their_memory(target: str) -> None:
-    report = sharded("auto").on(target, create(), X)
-    assert report.plan.offload.bound == report.target.memory
-    assert not report.plan.offload.leaves
+def test_targets_say_their_memory(target: str, monkeypatch) -> None:
+    monkeypatch.setitem(SIZES, "a", (512, 256))
+    monkeypatch.setitem(SIZES, "b", (512, 512))
+    x = jnp.ones((8, 512))
+    report = sharded("auto").on(target, create(), x)
+    choice = report.plan.offload
+    assert choice.bound == report.target.memory and not choice.leaves
+    assert [t.compiled for t in choice.trials] == [report.memory.peak]
+    assert choice.estimate < 0.6 * choice.compiled, "the estimate is good by now"
+    # What the compiler says corrects it.
+    bound = f"{(report.memory.peak - 64 * KIB) / KIB} KiB"
+    choice = sharded(bound).on(target, create(), x).plan.offload
+    assert choice.fits and choice.compiled <= choice.bound
+    assert 0 < choice.host_bytes and len(choice.trials) <= OFFLOAD_COMPILATIONS
+
+
+def compile_at(beyond: Callable[[OffloadChoice], int | None], bound: int) -> Any:
+    """The choice for a compiler by which a step takes so many bytes more than by the
+    plan, or that refuses it."""
+    step = sharded(f"{bound / KIB} KiB")
+
+    def compiled_as(programs: Any) -> Built:
+        choice = next(iter(programs.storage.chosen.values()))
+        more = beyond(choice)
+        if more is None:
+            raise shardfn.ShardingError("the step does not fit")
+        return Built(programs, None, None, choice.estimate + more)  # type: ignore
+
+    states, batch = step._divide((create(), X), {})
+    programs = replace(step.programs, storage=step.storage.on(MESH))
+    built = fitting(programs, states, batch, 0, compiled_as)
+    return next(iter(built.programs.storage.chosen.values()))
+
+
+@pytest.mark.parametrize(
+    "beyond, fewer, chosen, compiled",
+    [
+        (lambda choice: 0, 0, set(), 1),
+        # The estimate is too low, by as much or by half as much with all on the host.
+        (lambda choice: 2 * KIB, 0, {"m/b"}, 2),
+        (lambda choice: KIB if choice.leaves else 2 * KIB, 0, {"m/a"}, 3),
+        # The estimate is too high: less has to go, or nothing.
+        (lambda choice: -2 * KIB, 3 * KIB, {"m/a"}, 2),
+        (lambda choice: -3 * KIB, 3 * KIB, set(), 2),
+        # Refused, and then by how much is known.
+        (lambda choice: KIB if choice.leaves else None, 0, {"m/a"}, 3),
+    ],
+)
+def test_compilers_correct_the_choice(
+    beyond: Any, fewer: int, chosen: set[str], compiled: int, monkeypatch
+) -> None:
+    monkeypatch.setattr("shardfn._schedule.host_transfers.HOST_BLOCK_BYTES", 1)
+    found = compile_at(beyond, WHOLE.without - fewer)
+    assert set(found.leaves) == chosen and found.fits, found
+    assert len(found.trials) == compiled
+    assert found.compiled == found.estimate + beyond(found)
+
+
+def test_what_never_fits_is_said() -> None:
+    found = compile_at(lambda choice: 2**30, WHOLE.without)
+    assert not found.fits and found.leaves
+    text = offload_table(found)
+    assert "which is more than" in text and "(limits.OFFLOAD_COMPILATIONS)" in text
+    with pytest.raises(shardfn.ShardingError, match="the step does not fit"):
+        compile_at(lambda choice: None, WHOLE.without)

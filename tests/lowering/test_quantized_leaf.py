@@ -66,6 +66,18 @@ def test_what_is_read_is_what_the_quantizer_writes(dtype: str) -> None:
     np.testing.assert_array_equal(leaf.elements.astype("float32") * wide, expected)
 
 
+def test_qwix_reads_the_layout_and_has_it() -> None:
+    qwix = pytest.importorskip("qwix")
+    x = drawn(6, 32).astype(jnp.bfloat16)
+    leaf = shardfn.quantize_leaves({"w": x}, {"w": "int8"}, block=8)["w"]
+    array = qwix.QArray(leaf.elements, leaf.scales)
+    np.testing.assert_array_equal(qwix.dequantize(array), leaf.dequantize())
+    made = qwix.quantize(x, "int8", channelwise_axes=[0], tiled_axes={1: 8})
+    scales = made.scale.astype(jnp.bfloat16)
+    back = shardfn.QuantizedLeaf(made.qvalue, scales, 8, "bfloat16")
+    np.testing.assert_array_equal(back.dequantize(), qwix.dequantize(made))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_frozen_leaves_move_as_they_are_stored(dtype: str) -> None:
     """In scans and outside, and the frozen bytes come back as they were."""

@@ -70,7 +70,7 @@ def experts_capacity() -> Program:
         taken = out.at[expert, place].get(mode="fill", fill_value=0.0)
         return taken * (gate * inside)[:, None]
 
-    return _program("experts_capacity", experts_fn, gathers=True)
+    return _program("experts_capacity", experts_fn)
 
 
 @register("experts_ragged")

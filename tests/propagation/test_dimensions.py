@@ -22,6 +22,7 @@ def every_saving_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("choose_stationary", "choose_dimensions"):
         at = f"shardfn._lowering.{module}.STATIONARY_BYTES"
         monkeypatch.setattr(at, 0)
+    monkeypatch.setattr("shardfn._api.planner.STATIONARY_BYTES", 0)
     monkeypatch.setattr("shardfn._lowering.sent_bytes.LATENCY_BYTES", 64)
 
 
@@ -70,12 +71,15 @@ def test_leaves_are_stored_as_they_are_used() -> None:
     assert found == {"q": 1, "k": 1, "v": 1, "up": 1, "table": 1}
     moments = {k.split("/")[-1]: v["data"] for k, v in dims.items() if k[0] == "1"}
     assert moments == found
-    assert by_shape.best_dimensions(by_shape.shard(plain), ids) == dims
     step = shardfn.fully_shard(train_step, mesh, min_size=D, shard=dims)
     state = step.init(lambda: plain)
-    plan = step.plan(state, ids)
-    assert 3 * plan.wire_bytes < by_shape.plan(abstract, ids).wire_bytes
-    assert step.best_dimensions(state, ids) == {}
+    plan, before = step.plan(state, ids), by_shape.plan(abstract, ids)
+    assert 3 * plan.wire_bytes < before.wire_bytes
+    (line,) = (note for note in before.notes if "stored by use" in note)
+    assert line.startswith("with shard_for=(state, batch), stored by use: ")
+    assert "collectives, by other dimensions of '0/k', '0/q'" in line
+    assert line.endswith("(at least 20% saved: limits.STATIONARY_SHARE)")
+    assert not any("stored by use" in note for note in plan.notes)
     run = jax.jit(train_step)
     for _ in range(2):
         plain, loss = run(plain, ids)
@@ -93,6 +97,41 @@ def test_what_is_asked_for_is_not_changed(monkeypatch: pytest.MonkeyPatch) -> No
     dims = step.best_dimensions(jax.eval_shape(lambda: plain), ids)
     found = {k.split("/")[-1] for k in dims}
     assert {"q", "k", "v"} <= found and "up" not in found
+
+
+def mlp(p: Any, x: jax.Array) -> jax.Array:
+    return jnp.tanh(jnp.tanh(x @ p["in"]) @ p["up"]) @ p["down"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "splits"),
+    [
+        (None, {"in": (None, "data"), "up": ("data",), "down": ("data",)}),
+        ({"up": {"data": 1}}, {"in": (None, "data"), "up": (None, "data")}),
+        ({"in": False, "*": "data"}, {"in": (), "up": ("data",)}),
+    ],
+)
+def test_an_example_says_what_leaves_are_stored_for(asked: Any, splits: Any) -> None:
+    """What `shard` says of a leaf counts."""
+    shapes = {"in": (D, 4 * F), "up": (4 * F, F), "down": (F, D)}
+    params = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in shapes.items()}
+    x = jax.ShapeDtypeStruct((ROWS, D), jnp.float32)
+    options: Any = {"min_size": D, "shard": asked}
+    step = shardfn.fully_shard(mlp, cpu_mesh(8), shard_for=(params, x), **options)
+    specs = {k: tuple(s.spec) for k, s in step.shardings(params).items()}
+    assert {k: specs[k] for k in splits} == splits
+    by_shape = shardfn.fully_shard(mlp, cpu_mesh(8), **options)
+    assert step.plan(params, x).wire_bytes <= by_shape.plan(params, x).wire_bytes
+
+
+def test_an_example_that_cannot_be_used_is_refused() -> None:
+    train_step, plain, ids = training()
+    with pytest.raises(shardfn.ShardingError) as wrong:
+        shardfn.fully_shard(train_step, cpu_mesh(8), shard_for=[plain, ids])
+    assert str(wrong.value).startswith("shard_for is a list, not a tuple of the step's")
+    with pytest.raises(shardfn.ShardingError) as no_mesh:
+        shardfn.fully_shard(train_step, shard_for=(plain, ids))
+    assert str(no_mesh.value).startswith("shard_for needs a mesh: without one nobody")
 
 
 def test_leaves_that_are_gathered_are_stored_as_they_are() -> None:

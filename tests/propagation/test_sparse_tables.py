@@ -113,7 +113,20 @@ def test_rows_are_updated_as_on_one_device(
     update: Any, by_columns: bool, devices: int
 ) -> None:
     step = sharded(update, by_columns, devices)
-    plain = make_state(update, TABLE, WIDTH)
+    assert_alike(step, update, make_state(update, TABLE, WIDTH))
+
+
+@pytest.mark.parametrize("update", [adagrad, lazy_adam])
+def test_tables_stay_whose_rows_no_devices_divide(update: Any) -> None:
+    """Rows are padded as they are stored, and looked up and written where they are."""
+    step, plain = sharded(update, False, 8), make_state(update, 2403, 27)
+    plan = step.plan(jax.eval_shape(lambda: plain), make_batch(0))
+    assert "padding dimension 0 of 2403" in plan.explain("table/rows")
+    assert not [c for c in plan.collectives if c.shape == (2403, 27)]
+    assert_alike(step, update, plain)
+
+
+def assert_alike(step: shardfn.ShardedStep, update: Any, plain: Any) -> None:
     state = step.shard(plain)
     run = jax.jit(make_step(update), compiler_options=QUICK)
     for k in range(3):

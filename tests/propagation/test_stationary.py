@@ -274,9 +274,11 @@ def test_terms_go_to_the_rows_of_the_batch() -> None:
     assert "all_to_all" not in {c.op for c in step.plan(state, x).collectives}
 
 
-def test_what_a_broadcast_repeats_moves() -> None:
+@pytest.mark.parametrize("width", [D, 8])
+def test_what_a_broadcast_repeats_moves(width: int) -> None:
     """Rows stay where they are looked up, and the weights that they are multiplied with
-    come to them before they are repeated along the features."""
+    come to them before they are repeated along the features: once, also where each
+    device has one column, and to exchange the gradient's rows would send as much."""
 
     def train_step(p: Any, batch: Any) -> Any:
         def loss_fn(p: Any) -> jax.Array:
@@ -286,7 +288,7 @@ def test_what_a_broadcast_repeats_moves() -> None:
         return jax.tree.map(lambda w, g: w - g, p, grads), loss
 
     rng = np.random.default_rng(0)
-    plain = {"table": jnp.asarray(rng.normal(size=(VOCAB, D)), jnp.float32)}
+    plain = {"table": jnp.asarray(rng.normal(size=(VOCAB, width)), jnp.float32)}
     ids = rng.integers(0, VOCAB, (ROWS, 3))
     batch = {
         "x": jnp.asarray(ids, jnp.int32),
@@ -521,7 +523,7 @@ def test_leaves_that_are_padded_or_flattened_do_not_stay() -> None:
         shard={"padded": {"data": 1}, "even": {"data": 1}},
     )
     plan = step.plan(p, jax.ShapeDtypeStruct((8, 16), jnp.float32))
-    why = "; not stationary: it is stored padded or flattened, and only even parts"
+    why = "; not stationary: it is stored padded or flattened, and of such leaves only"
     assert [why in plan.explain(k) for k in shapes] == [True, True, False]
     even = shardfn.fully_shard(evaluate, cpu_mesh(8), stationary=True)
     plan = even.plan({"w": p["even"]}, jax.ShapeDtypeStruct((8, 16), jnp.float32))

@@ -289,5 +289,21 @@ def test_a_plan_says_what_is_copied_and_why() -> None:
     assert "3 elements are fewer than min_size=16" in explained
 
 
+def test_moves_that_are_one_have_their_copies_in_front() -> None:
+    """Also where the second of them is the first to read a leaf on the host."""
+
+    def step(state: Any, x: jax.Array) -> Any:
+        return jax.tree.map(lambda w: w - jnp.sum(x @ w), state), 0.0
+
+    options = {"offload": {"b": "host"}, "bucket_bytes": 2**20, "stationary": False}
+    sharded = shardfn.fully_shard(step, cpu_mesh(8), min_size=16, **options)
+    state = {"a": jnp.ones((8, 8)), "b": jnp.ones((8, 8))}
+    lines = sharded.plan(state, jnp.ones((8, 8))).collectives
+    assert [len(c.parts) for c in lines if c.op == "all_gather"] == [2]
+    found, _ = sharded(state, jnp.ones((8, 8)))
+    expected, _ = step(state, jnp.ones((8, 8)))
+    jax.tree.map(np.testing.assert_array_equal, sharded.unshard(found), expected)
+
+
 def test_without_offload_nothing_is_copied() -> None:
     assert planned("momentum").transfers == () and planned("momentum").on_host == ()

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from layered import LAYERS, ROWS, STATE, train
 from plan_helpers import (
     Sharded,
@@ -163,3 +164,33 @@ def test_memory_on_gpus_grows_by_the_layers_that_are_ahead() -> None:
     none, one, two = (compiled(asked)[1] for asked in (0, 1, 2))
     assert 16 <= one - none <= 2.4 * 16
     assert 16 <= two - one <= 1.6 * 16
+
+
+def test_activations_come_from_the_host_ahead() -> None:
+    """Those that the step's own `jax.checkpoint` policy copies there."""
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["h"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+    def step(w: jax.Array, x: jax.Array) -> Any:
+        def layer(h: jax.Array, w: jax.Array) -> Any:
+            return jnp.tanh(checkpoint_name(h, "h") @ w), None
+
+        def loss(w: jax.Array) -> jax.Array:
+            layers = jax.checkpoint(layer, policy=policy, prevent_cse=False)
+            return jnp.sum(lax.scan(layers, x, w)[0])
+
+        return w - 0.1 * jax.grad(loss)(w), 0.0
+
+    made = []
+    for lead in (0, 1):
+        case = shard_fn(step, cpu_mesh(4), (LAYERS, 16, 16), (8, 16), prefetch=lead)
+        _, (backward, primitives) = loops(case)
+        assert primitives.count("device_put") == lead, "in the remat, or ahead of it"
+        shapes = [v.aval.shape for v in backward.outvars]
+        assert shapes.count((2, 16)) == 1 + lead, "and of `h`"
+        made.append(run(case))
+    jax.tree.map(np.testing.assert_array_equal, *made)

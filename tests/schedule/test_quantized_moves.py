@@ -158,15 +158,20 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@functools.cache
-def trained(kind: str, **options: Any) -> Any:
-    """Two steps with everything quantized, and the dtypes that its leaves move in."""
+def quantized(kind: str, **options: Any) -> Any:
+    """A step with everything quantized."""
     shapes = STATE if "scan" in kind else UNROLLED
     every = named("int8", paths_of(shapes))
-    case = shard_fn(
+    return shard_fn(
         train(kind), cpu_mesh(4), shapes, ROWS, compiler_options=EXACT,
         gather_dtype=every, reduce_dtype=every, quantize_block=BLOCK, **options,
     )  # fmt: skip
+
+
+@functools.cache
+def trained(kind: str, **options: Any) -> Any:
+    """Two of its runs, and the dtypes that its leaves move in."""
+    case = quantized(kind, **options)
     return run(case), {c.dtype for c in case.plan.collectives if c.path}
 
 
@@ -178,6 +183,59 @@ def test_other_options_change_no_bit(name: str) -> None:
     assert dtypes == {"int8"}
     for ours, theirs in zip(found, alone, strict=True):
         jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+KEPT = {
+    "kept": ("scan_remat", {"reshard_after_forward": False}),
+    "kept, unrolled": ("unrolled", {"reshard_after_forward": False}),
+    "a part": ("scan_remat", {"reshard_after_forward": 2}),
+    "carried": ("scan_remat", {"prefetch": 1, "reshard_after_forward": True}),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_is_kept_stays_in_eight_bits(name: str) -> None:
+    """Loops stack and carry elements and scales, no weight that was read."""
+    kind, options = KEPT[name]
+    (found, _), (alone, _) = trained(kind, **options), trained(kind)
+    for ours, theirs in zip(found, alone, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+    case = quantized(kind, **options)
+    text = case.plan.explain("layers/up" if "scan" in kind else "layers/1/up")
+    assert 16 * 32 + 2 * 16 * 32 // BLOCK == 768
+    assert "kept in the eight bits that it moves in: 768 B, and 1.0 KiB" in text
+    gathered = {(16, 32), (32, 16), (8, 32), (16, 16), (32, 8)}
+    for eqn, *_ in walk(case.jaxpr):
+        if eqn.primitive.name == "scan":
+            shapes = [v.aval.shape for v in eqn.outvars if v.aval.dtype == jnp.bfloat16]
+            assert not gathered & {*shapes, *(shape[1:] for shape in shapes)}
+
+
+def test_what_is_kept_takes_half_of_the_memory() -> None:
+    taken = []
+    for dtype in (None, "int8"):
+        shapes = {"layers": {"up": (8, 256, 256), "down": (8, 256, 256)}}
+        case = shard_fn(
+            train("scan_remat"), cpu_mesh(4), shapes | {"head": (256, 8)}, (8, 256),
+            gather_dtype=dtype and {"layers/*": dtype}, reshard_after_forward=False,
+        )  # fmt: skip
+        taken.append(case.compile().memory_analysis().temp_size_in_bytes)
+    layers = 2 * 8 * 256 * 256
+    assert taken[0] - taken[1] > 0.9 * (layers * 2 - layers * (1 + 2 / 128)), taken
+
+
+def test_what_is_kept_is_not_differentiated_from_outside() -> None:
+    case = quantized("scan_remat", reshard_after_forward=False)
+    rng = np.random.default_rng(0)
+    state, x = jax.tree.map(
+        lambda a: jnp.asarray(rng.standard_normal(a.shape), a.dtype),
+        (case.state, case.batch),
+    )
+    with pytest.raises(shardfn.ShardingError) as caught:
+        jax.grad(lambda s: case.step(s, x)[1])(case.step.shard(state))
+    message = str(caught.value)
+    assert "is differentiated through a parameter that stays in eight bits" in message
+    assert "Pass reshard_after_forward=True and prefetch=0" in message
 
 
 def paths_of(shapes: Any) -> list[str]:
@@ -290,6 +348,30 @@ def test_a_block_that_divides_nothing() -> None:
         "can be cut into equal blocks of 64, or down to half of it.\n  step was called"
     )
     assert "What moves has the shape (16, 32)." in message
+
+
+def test_flattened_leaves_stay_exact() -> None:
+    """Their shards are no blocks of a dimension: the plan says so, and a leaf that is
+    named is refused."""
+
+    def loss_fn(state, x):
+        return (jnp.einsum("bi,ijk->bjk", x, state["a"]) ** 2).mean()
+
+    def step(state, x):
+        loss, grads = jax.value_and_grad(loss_fn)(state, x)
+        return jax.tree.map(lambda w, g: w - 0.125 * g, state, grads), loss
+
+    def plan(dtype: Any) -> Any:
+        options = dict(gather_dtype=dtype, reduce_dtype=dtype, quantize_block=41)
+        return shard_fn(step, cpu_mesh(4), {"a": (41, 41, 41)}, (8, 41), **options).plan
+
+    found = plan("int8")
+    assert {c.dtype for c in found.collectives if c.path} == {"float32"}
+    for option in ("gather_dtype", "reduce_dtype"):
+        text = f"exact: {option} quantizes along a dimension, and shards are cut out of"
+        assert text in found.explain("a")
+    with pytest.raises(shardfn.ShardingError, match="names 'a', which cannot be"):
+        _ = plan({"a": "int8"})
 
 
 @pytest.mark.standard_promotion
@@ -454,6 +536,28 @@ def test_gradients_outside_do_not_see_the_quantizer() -> None:
     )
     found = jax.grad(lambda p: sharded(p, x))(params)
     np.testing.assert_allclose(found["w"], given["w"], atol=1e-6)
+
+
+def test_gradients_outside_see_no_quantizer_of_joined_moves() -> None:
+    @jax.checkpoint
+    def forward(params, x):
+        return (jnp.tanh(jnp.tanh(x @ params["a"]) @ params["b"]) ** 2).mean()
+
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((8, 16)), jnp.float32)
+    shapes = {"a": (16, 8), "b": (8, 16)}
+    params = {k: jnp.asarray(rng.standard_normal(s), "f4") for k, s in shapes.items()}
+    grads = []
+    for bucket in (0, 2**20):
+        options = dict(min_size=8, stationary=False, gather_dtype=named("int8"))
+        sharded = shardfn.fully_shard(
+            forward, cpu_mesh(4), bucket_bytes=bucket, quantize_block=BLOCK, **options
+        )
+        gathers = [c for c in sharded.plan(params, x).collectives if c.block]
+        assert len(gathers) == (1 if bucket else 2)
+        grads.append(jax.grad(lambda p, step=sharded: step(p, x))(params))
+    jax.tree.map(np.testing.assert_array_equal, *grads)
+    assert np.abs(grads[0]["a"]).max() > 0
 
 
 def test_gradients_are_rounded_by_chance_and_the_same_each_time() -> None:

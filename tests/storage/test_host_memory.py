@@ -119,6 +119,26 @@ def test_checkpoints_go_to_meshes_with_and_without(tmp_path, devices, given) -> 
         assert kinds == {"device"}
 
 
+def test_whole_leaves_come_back_from_there(tmp_path) -> None:
+    """Each device has all of them; scalars are never there, whatever `min_size`."""
+    whole = shardfn.fully_shard(
+        train, MESH, min_size=0, shard={"m/even": False}, offload={"m/*": "host"}
+    )
+    state = whole.init(create)
+    assert state["m"]["even"].is_fully_replicated
+    check(state)
+    plain_state = create()
+    for _ in range(2):
+        state, total = whole(state, X)
+        plain_state, expected = jax.jit(train)(plain_state, X)
+        np.testing.assert_allclose(total, expected, rtol=1e-6)
+    check(state, plain_state)
+    jax.tree.map(np.testing.assert_array_equal, whole.unshard(state), plain_state)
+    with Checkpoints(tmp_path, whole) as checkpoints:
+        checkpoints.save(1, state)
+        check(checkpoints.restore(jax.eval_shape(create)), plain_state)
+
+
 def test_tensors_are_written_and_read(tmp_path) -> None:
     write_safetensors(tmp_path / "state.safetensors", step.init(create), step)
     made = load_safetensors(
@@ -141,10 +161,37 @@ def test_a_step_that_does_not_know_of_it_says_so() -> None:
     message = str(caught.value)
     assert "state leaf 'm/even' is in the host's memory" in message
     assert "train stores it on the devices" in message
-    assert "offload={'m/even': 'host'}" in message and "step.shard(state)" in message
+    assert (
+        "the step that stored it, such as {'m/even': 'host'}" in message
+        and "step.shard(state)" in message
+    )
+    assert "state leaf 'm/even' and 2 more: in the host's memory" in str(
+        plain.plan(state, X)
+    )
+    assert not step.plan(state, X).notes
     check(state)  # nothing was moved, nothing donated
     moved = plain.shard(state)
     assert {memory_of(x.sharding) for x in jax.tree.leaves(moved)} == {"device"}
+
+
+@pytest.mark.parametrize(
+    "offload, why, advice",
+    [
+        ({"m/*": "host"}, "of shape (2, 2), it has fewer elements than", "shape that"),
+        ("1GiB", "offload='1GiB' has chosen others", "Give it offload='host'"),
+    ],
+)
+def test_a_leaf_that_offload_leaves_there_says_why(offload, why, advice) -> None:
+    other = shardfn.fully_shard(train, MESH, min_size=8, offload=offload)
+    state = step.init(create)
+    if offload == OPTIONS["offload"]:
+        on_host = jax.NamedSharding(MESH, jax.P(), memory_kind="pinned_host")
+        state["m"]["even"] = jax.device_put(jnp.ones((2, 2)), on_host)
+    with pytest.raises(shardfn.ShardingError) as caught:
+        other(state, X)
+    message = str(caught.value)
+    assert why in message and advice in message and "Pass offload" not in message
+    assert not any(x.is_deleted() for x in jax.tree.leaves(state))
 
 
 def test_a_misspelt_pattern_is_asked_about() -> None:

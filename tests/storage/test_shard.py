@@ -180,7 +180,8 @@ def test_values_that_an_option_does_not_have(option, value, allowed) -> None:
         shardfn.fully_shard(step, cpu_mesh(4), **{option: value})
     message = str(caught.value)
     given = value["params"] if isinstance(value, dict) else value
-    assert message.startswith(f"{option} cannot be {given!r}.\n")
+    asked = f"{option}['params']" if isinstance(value, dict) else option
+    assert message.startswith(f"{asked} cannot be {given!r}.\n")
     assert "fully_shard was called at test_shard.py:" in message
     assert f"Pass {allowed}" in message
 

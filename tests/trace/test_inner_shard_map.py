@@ -277,8 +277,6 @@ def refused(part: Step, mesh: Mesh, spec: P, axis: Any, what: str, *rest: Any) -
 def test_refused() -> None:
     mesh = mesh_of((2, 2), AUTO)
     both = ("replica", "data")
-    divided = "step uses jax.shard_map, whose parts fully_shard cannot divide again."
-    refused(jnp.sin, mesh, P("replica"), "data", divided)
 
     def shifted(x: jax.Array) -> jax.Array:
         return lax.ppermute(x, both, [(i, (i + 1) % 4) for i in range(4)])
@@ -318,3 +316,52 @@ def test_gathered_embeddings_send_what_a_global_step_sends() -> None:
         return sum(c.total_bytes for c in plan.collectives)
 
     assert sent(inner) == sent(whole)
+
+
+def test_a_pipeline_over_an_axis_that_is_left_to_xla() -> None:
+    """Stages hand microbatches on, each sharded over the other mesh axis."""
+    mesh, stages, microbatches = mesh_of((2, 2), AUTO), 2, 4
+    hand_on = [(0, 1), (1, 0)]
+
+    def pipeline(w: jax.Array, x: jax.Array) -> jax.Array:
+        index = lax.axis_index("replica")
+
+        def tick(out: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+            arrived = lax.ppermute(out, "replica", hand_on)
+            out = jnp.tanh(jnp.where(index == 0, x, arrived) @ w[0])
+            return out, out
+
+        idle = jnp.zeros((stages - 1, *x.shape[1:]))
+        start = jnp.zeros(x.shape[1:])
+        _, out = lax.scan(tick, start, jnp.concatenate([x, idle]))
+        last = jnp.where(index == stages - 1, out[stages - 1 :], 0.0)
+        return lax.psum(last, "replica")
+
+    def step(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        run = jax.shard_map(
+            pipeline,
+            mesh=mesh,
+            in_specs=(P("replica"), P()),
+            out_specs=P(),
+            axis_names={"replica"},
+            check_vma=False,
+        )
+
+        def loss(w: jax.Array) -> jax.Array:
+            rows = x.reshape(-1, microbatches, COLUMNS).swapaxes(0, 1)
+            return jnp.square(run(w, rows)).mean()
+
+        value, grads = jax.value_and_grad(loss)(w)
+        return w - 0.1 * grads, value
+
+    w = RNG.normal(size=(stages, COLUMNS, COLUMNS)).astype(np.float32)
+    state = plain = jax.device_put(w, NamedSharding(mesh, P("replica")))
+    run = shardfn.fully_shard(step, mesh, axis="data", min_size=0)
+    assert {line.axis for line in run.plan(state, BATCH["x"]).collectives} == {"data"}
+    state = run.shard(state)
+    for _ in range(2):
+        state, value = run(state, BATCH["x"])
+        plain, expected = jax.jit(step)(plain, BATCH["x"])
+        np.testing.assert_allclose(value, expected, rtol=1e-5)
+        np.testing.assert_allclose(state, plain, rtol=1e-5, atol=1e-6)
+    assert "replica" in str(state.sharding.spec)

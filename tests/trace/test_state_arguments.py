@@ -171,6 +171,10 @@ def pick(fn, *order):
         # As many rows in each leaf of averages as in others, but not the batch's.
         (lambda p, s, x: (p, {"m": 0.9 * s["m"] + 0.1 * (x @ p["w"]).mean(0)[None]}, 0),
          (P, {"m": ones(1, 8)}, X), "0<-0 1<-1"),
+        # Elements change places in a history, and it counts what it has.
+        (lambda p, h, x: (p, {"last": jnp.roll(h["last"], 1).at[0].set(loss(p, x)),
+                              "n": h["n"] + 1}, 0.0),
+         (P, {"last": ones(11), "n": 0}, X), "0<-0 1<-1"),
         # Arguments of one type: by what each becomes.
         (average, (P, P, MU, X), "0<-0 1<-1 2<-2"),
         (pick(average, 1, 0, 2), (P, P, MU, X), "0<-1 1<-0 2<-2"),
@@ -207,6 +211,8 @@ def pick(fn, *order):
          "0<-0"),
         (lambda p, b: (p, {"x": autoencode(p, b["x"])[1], "y": b["y"]}),
          (AE, {"x": X, "y": ones(8)}), "0<-0"),
+        (lambda p, b: (p, {"x": autoencode(p, b["x"])[1], "n": b["n"] + 1}),
+         (AE, {"x": X, "n": 0}), "0<-0"),
         (lambda p, b, y: (p, {"x": b["x"] * y[:, None]}), (AE, {"x": X}, ones(8)),
          "0<-0"),
         (lambda p, x: (p, x - autoencode(p, x)[1]), (AE, X), "0<-0"),

@@ -6,11 +6,13 @@ know.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from shardfn._api.planner import stored_by_use
 from shardfn._core.limits import JOINED_BYTES
 from shardfn._core.moves import AllGather, ReduceScatter
 from shardfn._core.phases import BACKWARD, FORWARD
+from shardfn._lowering.choose_dimensions import StoredByUse
 from shardfn._lowering.xla_options import tried
 from shardfn.analysis._figures import Figures
 from shardfn.analysis._text import seconds_text
@@ -20,23 +22,57 @@ from shardfn.analysis.collective import Collective
 Devices = Sequence[object]
 
 
-def advise(figures: Figures, devices: Devices, memory: int) -> tuple[Advice, ...]:
+def advise(
+    figures: Figures,
+    devices: Devices,
+    memory: int,
+    others: Sequence[Advice] = (),
+) -> tuple[Advice, ...]:
     """What may help.
 
     Args:
       figures: of the step, compiled for the target.
       devices: the target's.
       memory: bytes that the step may take on each of them.
+      others: changes that the figures do not tell, such as `stored_otherwise`.
 
     Returns:
       The changes, in the order in which they are worth trying.
     """
     found = [row for rule in RULES for row in rule(figures, devices, memory)]
+    found += others
     lacks = figures.memory.peak - memory
     if lacks > 0:
         return tuple(sorted(found, key=lambda row: (row.takes, -row.saves)))
     useful = [row for row in found if row.saves and row.takes <= -lacks]
     return tuple(sorted(useful, key=lambda row: -row.saves))
+
+
+def stored_otherwise(
+    figures: Figures, shard: Mapping[str, Mapping[str, int]], by_use: StoredByUse
+) -> list[Advice]:
+    """Leaves that are stored on the dimensions that are best for what meets them.
+
+    Args:
+      figures: of the step, its state stored as it is now.
+      shard: the better dimensions.
+      by_use: what they save.
+
+    Returns:
+      One row, or none if no dimension is better.
+    """
+    if not shard:
+        return []
+    asked = dict(figures.plan.control.given).get("shard")
+    option = tuple(stored_by_use(asked, shard).items())
+    saves = figures.transfer_seconds * (1 - by_use.then.price / by_use.now.price)
+    why = f"as shard_for=(state, batch) does, {by_use.text}"
+    return [Advice("leaves stored by their use", option, saves, 0, why)]
+
+
+def of_storage(figures: Figures) -> list[Advice]:
+    """The rows of a report about the dimensions on which leaves are stored."""
+    return [row for row in figures.advice if "shard" in dict(row.options)]
 
 
 def _prefetch(figures: Figures, devices: Devices, memory: int) -> Iterator[Advice]:

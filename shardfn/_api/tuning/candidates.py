@@ -14,6 +14,7 @@ from shardfn._api.tuning.tuned_options import TunedOptions, write
 from shardfn._core.limits import TUNED_SHARE
 from shardfn.analysis._text import join_columns, seconds_text, size_text
 from shardfn.analysis.advice import Advice
+from shardfn.analysis.report import Report, compare
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ class Candidate:
       as_planned: whether the compiled program moves what the plan says.
       error: why it could not be compiled, or "".
       compiling: seconds that planning and compiling took.
+      report: all that is known of it; None if it could not be compiled.
     """
 
     title: str
@@ -41,6 +43,7 @@ class Candidate:
     as_planned: bool = True
     error: str = ""
     compiling: float = field(default=0.0, compare=False)
+    report: Report | None = field(default=None, compare=False, repr=False)
 
     def fits(self, memory: int) -> bool:
         """Whether it was compiled, and takes at most so many bytes."""
@@ -90,6 +93,16 @@ class Tuning:
           path: of the file; one that is there is replaced.
         """
         write(Path(path), self.tuned)
+
+    def html(self) -> str:
+        """One page of all candidates: timelines, memory and bytes at one scale, and
+        each of them whole; the chosen one first.
+
+        Returns:
+          HTML with its styles, script and data inside; write it to a file.
+        """
+        order = sorted(self.candidates, key=lambda c: c != self.chosen)
+        return compare({c.title: c.report for c in order if c.report})
 
     def __str__(self) -> str:
         head = f"{self.step} on {self.target}, within {size_text(self.memory)}"

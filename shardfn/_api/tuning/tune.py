@@ -16,7 +16,7 @@ import jax
 
 from shardfn._api.fully_shard import fully_shard
 from shardfn._api.sharded_step import ShardedStep
-from shardfn._api.tuning.advise import advise
+from shardfn._api.tuning.advise import advise, of_storage
 from shardfn._api.tuning.candidates import Candidate, Tuning, choose
 from shardfn._api.tuning.changed_options import with_options
 from shardfn._api.tuning.tuned_options import TunedOptions
@@ -58,8 +58,9 @@ def tune(
       **named: arguments of the step that are passed by name.
 
     Returns:
-      The candidates with their figures, and the one chosen. Print it, paste its
-      `python()`, or `save` it for `fully_shard(options=path)`.
+      The candidates with their figures, and the one chosen. Print it, compare them on
+      the page of its `html()`, paste its `python()`, or `save` it for
+      `fully_shard(options=path)`.
 
     Raises:
       ShardingError: the step cannot be sharded as it is.
@@ -80,7 +81,7 @@ def tune(
     search = _Search(step, target, args, named, mesh_shape, progress, compilations)
     bound = there.memory if memory is None else memory
     report = search.compiled("as it is", ())
-    rows = advise(report, targets.devices(target), bound)
+    rows = advise(report, targets.devices(target), bound, of_storage(report))
     least = TUNED_SHARE * report.step_seconds
     for row in rows:
         if row.saves >= least or report.memory.peak > bound:
@@ -149,6 +150,7 @@ class _Search:
                 report.exposed_seconds,
                 report.verification.ok,
                 compiling=time.perf_counter() - start,
+                report=report,
             )
         )
         return report

@@ -8,7 +8,16 @@ from shardfn._core.compat.arrays import (
     CONCRETE_ARRAYS as CONCRETE_ARRAYS,
 )
 from shardfn._core.compat.arrays import (
+    JIT_REFUSES_DELETED as JIT_REFUSES_DELETED,
+)
+from shardfn._core.compat.arrays import (
     abstract as abstract,
+)
+from shardfn._core.compat.arrays import (
+    any_deleted as any_deleted,
+)
+from shardfn._core.compat.arrays import (
+    aval_like as aval_like,
 )
 from shardfn._core.compat.arrays import (
     aval_of as aval_of,
@@ -27,6 +36,9 @@ from shardfn._core.compat.arrays import (
 )
 from shardfn._core.compat.arrays import (
     register_array as register_array,
+)
+from shardfn._core.compat.arrays import (
+    type_text as type_text,
 )
 from shardfn._core.compat.arrays import (
     varying_alike as varying_alike,
@@ -113,6 +125,9 @@ from shardfn._core.compat.mapped import (
     mapped_part as mapped_part,
 )
 from shardfn._core.compat.mapped import (
+    named_axes as named_axes,
+)
+from shardfn._core.compat.mapped import (
     pmapped as pmapped,
 )
 from shardfn._core.compat.mapped import (
@@ -155,10 +170,16 @@ from shardfn._core.compat.platforms import (
     dtypes_without_sum as dtypes_without_sum,
 )
 from shardfn._core.compat.platforms import (
+    hoists_gathers as hoists_gathers,
+)
+from shardfn._core.compat.platforms import (
     merges_gathers as merges_gathers,
 )
 from shardfn._core.compat.platforms import (
     platform_of as platform_of,
+)
+from shardfn._core.compat.platforms import (
+    promoted_dtype as promoted_dtype,
 )
 from shardfn._core.compat.platforms import (
     reads_inside_matmuls as reads_inside_matmuls,

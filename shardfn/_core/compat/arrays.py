@@ -4,7 +4,7 @@ In: arrays with values, or tracers. Out: which they are, their weak types, and t
 manual axes that they vary over.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +27,17 @@ CONCRETE_ARRAYS = tuple(
 """The types of arrays that have values, not tracers: of numbers, and of PRNG keys."""
 
 
+JIT_REFUSES_DELETED = jax.__version_info__ >= (0, 12)
+"""Whether `jax.jit` raises a RuntimeError on a donated or deleted array before anything
+runs: with JAX 0.10 one that other jitted functions were given ends the process, if it
+is on several devices."""
+
+
+def any_deleted(arrays: Iterable[jax.Array]) -> bool:
+    """Whether one of some arrays that have values was donated or deleted."""
+    return any([x.is_deleted() for x in arrays])
+
+
 def abstract(aval: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
     """What to trace on for an argument like `aval`, perhaps typed by a sharding."""
     weak = getattr(aval, "weak_type", False)
@@ -38,6 +49,23 @@ def abstract(aval: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
 def varying_axes(x: jax.Array) -> frozenset[str]:
     """The manual mesh axes over which the type of `x` says that it varies."""
     return frozenset(jax.typeof(x).manual_axis_type.varying)  # pyright: ignore
+
+
+def aval_like(avals: Sequence[Any], shape: tuple[int, ...], dtype: Any) -> Any:
+    """The type of a result of this shape and dtype: it varies over the manual mesh axes
+    that the operands vary over, and none has a sharding in its type."""
+    varying = next((a for a in avals if a.manual_axis_type.varying), None)
+    if varying is None:
+        return _core.ShapedArray(shape, dtype)
+    whole = varying.sharding.update(
+        spec=jax.sharding.PartitionSpec(*[None] * len(shape))
+    )
+    return varying.update(shape=shape, dtype=dtype, weak_type=False, sharding=whole)
+
+
+def type_text(x: Any) -> str:
+    """The dtype and shape of an array: `float32[8,4]`."""
+    return _core.ShapedArray(x.shape, x.dtype).str_short()
 
 
 def checks_types() -> bool:

@@ -7,6 +7,7 @@ import dataclasses
 import re
 from typing import Any
 
+from jax._src import core as _core
 from jax._src import pmap as _private_pmap
 from jax._src.interpreters import batching as _batching
 from jax.extend.core import JaxprEqn
@@ -96,6 +97,11 @@ def is_mapped(x: Any, name: str | None = None) -> bool:
     """Whether `x`, inside the innermost `jax.vmap`, depends on what is mapped over."""
     is_batched = isinstance(x, _batching.BatchTracer) and x.batch_dim is not None
     return is_batched and (name is None or x._trace.axis_data.name == name)
+
+
+def named_axes() -> tuple[str, ...]:
+    """The names that the `jax.vmap`s around here give to what they map over."""
+    return tuple(_core.get_axis_env().axis_sizes)
 
 
 def unbound_axis(error: NameError) -> str | None:

@@ -22,6 +22,24 @@ def merges_gathers(platform: str) -> bool:
     return platform == "cpu" and jax.__version_info__ < (0, 11)
 
 
+def hoists_gathers(platform: str) -> bool:
+    """Whether the compiler for a platform moves gathers in front of a loop, or merges
+    them there, if what they gather is the same in every iteration: XLA for CPUs does,
+    however large that is, and also where a barrier keeps them apart."""
+    return platform == "cpu"
+
+
+def promoted_dtype(platform: str, dtype: str) -> str:
+    """The dtype in which the compiler for a platform moves this one: XLA for CPUs has
+    no collectives of floats that CPUs do not compute with."""
+    if platform != "cpu":
+        return dtype
+    return "float16" if dtype.startswith("float8") else _ON_CPUS.get(dtype, dtype)
+
+
+_ON_CPUS = {"bfloat16": "float32"}
+
+
 def dtypes_without_sum(platform: str, has_automatic_axes: bool) -> tuple[str, ...]:
     """The dtypes whose sums over manual mesh axes end the process in the compiler.
 

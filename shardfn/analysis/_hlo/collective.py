@@ -93,6 +93,15 @@ def is_collective(instr: Instruction) -> bool:
     return opcode in _OPS or opcode in _OTHERS
 
 
+def is_synchronous(instr: Instruction) -> bool:
+    """Whether nothing else can run on the device while `instr` moves its arrays: it has
+    no `-done`, or the GPU compiler has put it on the stream of the computation."""
+    return not instr.opcode.endswith("-start") or _ON_COMPUTE_STREAM in instr.attributes
+
+
+_ON_COMPUTE_STREAM = '"is_sync":true'
+
+
 def arrays(instr: Instruction, module: Module) -> list[HloCollective]:
     """The collective `instr` as one entry per array, run once."""
     opcode = instr.opcode.removesuffix("-start")

@@ -11,11 +11,15 @@ there a latency later; the device waits where the schedule needs their result.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from shardfn._core.limits import PLAYED_ITERATIONS
-from shardfn.analysis._hlo.collective import HloCollective, is_collective
+from shardfn.analysis._hlo.collective import (
+    HloCollective,
+    is_collective,
+    is_synchronous,
+)
 from shardfn.analysis._hlo.collectives import ASYNC, chains, read_instruction
 from shardfn.analysis._hlo.cost import Cost, cost_of
 from shardfn.analysis._hlo.host_copies import HostCopy, host_copy
@@ -162,8 +166,9 @@ class _Player:
         """Starts what an instruction moves, and waits unless something else ends it: a
         `-done`, or the last of the fusions that the TPU spreads it over."""
         moved = self.collectives(instr, comp)
-        end = self.send(moved) if moved else Arrival(self.now)
         started = [c for c, names in spread.items() if names[0] == instr.name]
+        alone = not started and is_synchronous(instr)
+        end = self.send(moved, alone) if moved else Arrival(self.now)
         self.arrive(instr, arrival)
         if instr.opcode == "fusion":
             self.compute(instr, comp)
@@ -174,16 +179,16 @@ class _Player:
         else:
             self.wait(end)
 
-    def send(self, moved: list[HloCollective]) -> Arrival:
-        """Puts the arrays of one collective on the links; when they are there."""
+    def send(self, moved: list[HloCollective], alone: bool) -> Arrival:
+        """Puts the arrays of one collective on the links; when they are there. `alone`
+        if nothing else can run meanwhile."""
         taken = self.rates.transfer(moved)
         rate = sum(c.wire_bytes for c in moved) / taken.links if taken.links else 0
         for c in moved:
             start = max(self.now, self.links_free)
             self.links_free = start + (c.wire_bytes / rate if rate else 0.0)
-            self.links.append(
-                Span(start, self.links_free, c.op, c.op_name, c.wire_bytes)
-            )
+            span = Span(start, self.links_free, c.op, c.op_name, c.wire_bytes)
+            self.links.append(replace(span, alone=alone))
         self.latency += taken.latency
         end = Arrival(self.links_free + taken.latency, moved[0].op)
         self.sent = max(self.sent, end)

@@ -45,6 +45,7 @@ class Span:
       op_name: where in the user's program it comes from.
       bytes: that a transfer sends.
       waits_for: the `op` of the collective that the device waits for.
+      alone: of a transfer: nothing else can run on the device meanwhile.
     """
 
     start: float
@@ -53,6 +54,7 @@ class Span:
     op_name: str = ""
     bytes: int = 0
     waits_for: str = ""
+    alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,11 @@ class Timeline:
             if span.kind == WAIT:
                 found[span.waits_for] += span.end - span.start  # pyright: ignore
         return dict(found.most_common())
+
+    @property
+    def alone(self) -> tuple[Span, ...]:
+        """Transfers that the compiler made synchronous, array by array."""
+        return tuple(span for span in self.links if span.alone)
 
     @property
     def transfers(self) -> float:

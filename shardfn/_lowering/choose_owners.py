@@ -1,0 +1,223 @@
+"""Updates of whole matrices, divided among devices that each own some of them.
+
+In: a program and its plan, and a function that plans. Out: the plan in which stacks of
+matrices, `[layers, m, n]`, come by an all-to-all to be split along the layers where an
+update takes matrices whole, as Muon's and Shampoo's do, if that sends less. Each device
+then computes its layers alone, and a second all-to-all takes the results to where the
+leaves are stored.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardfn._core import compat
+from shardfn._core.constraint import split_of_state
+from shardfn._core.errors import listed, where
+from shardfn._core.limits import (
+    SHOWN_LEAVES,
+    STATIONARY_BYTES,
+    STATIONARY_LIVE,
+    STATIONARY_SHARE,
+)
+from shardfn._core.phases import UPDATE
+from shardfn._core.plan import BodyPlan, Reshard, communicating_moves
+from shardfn._core.program import VALUE, Node, Program
+from shardfn._core.sharding import Axes
+from shardfn._core.sizes import nbytes
+from shardfn._lowering.live_bytes import live_bytes
+from shardfn._lowering.sent_bytes import Made, Sent, sent
+from shardfn.analysis._replicated import work_of
+from shardfn.analysis._text import size_text
+
+
+@dataclass(frozen=True, slots=True)
+class OwnersChoice:
+    """What was found of updates that take whole matrices.
+
+    Attributes:
+      program: the program in which these are divided; None if none are.
+      places: the user's lines of the operations.
+      before: what each device sends per step if they are not.
+      after: what it sends if they are; nothing if that was not planned.
+      work: FLOPs of one device per step before, and after.
+      few: shapes of stacks with fewer matrices than devices.
+      uneven: numbers of layers that devices do not divide.
+      count: devices.
+    """
+
+    program: Program | None = None
+    places: tuple[str, ...] = ()
+    before: Sent = Sent()
+    after: Sent = Sent()
+    work: tuple[int, int] = (0, 0)
+    few: tuple[tuple[int, ...], ...] = ()
+    uneven: tuple[int, ...] = ()
+    count: int = 1
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The plan's lines about these updates."""
+        lines = []
+        if self.program is not None:
+            before, after = (size_text(x.bytes) for x in (self.before, self.after))
+            work = f"{self.work[1] / max(self.work[0], 1):.2f} of the FLOPs"
+            lines.append(
+                f"whole matrices by owners: {listed(self.places, SHOWN_LEAVES)}: "
+                f"{after} sent per step, in {self.after.collectives} collectives, "
+                f"instead of {before} in {self.before.collectives}, and {work}"
+            )
+        if self.uneven:
+            layers = " or ".join(map(str, self.uneven))
+            lines.append(
+                f"{self.count} devices do not divide {layers} layers, which are "
+                "gathered for their owners: a number that they divide is exchanged"
+            )
+        if self.few:
+            shapes = listed(["x".join(map(str, s)) for s in self.few], SHOWN_LEAVES)
+            lines.append(
+                f"not by owners: {shapes}: fewer matrices than devices; a stack of "
+                "more layers in one leaf can be divided"
+            )
+        return tuple(lines)
+
+
+def choose_owners(
+    program: Program, made: Made, axes: Axes, plan: Callable[[Program], Made]
+) -> tuple[Made, OwnersChoice]:
+    """The plan with updates of whole matrices divided, if that is worth it.
+
+    Args:
+      program: the program as it is planned.
+      made: the program and its plan so far.
+      axes: the mesh axes.
+      plan: plans another program in the same way.
+
+    Returns:
+      The plan, and what was found.
+    """
+    count = axes.sizes[axes.stored]
+    found = list(_moving(*made, axes)) if count > 1 else []
+    before = sent(*made, axes) if found else Sent()
+    worth = max(STATIONARY_BYTES, STATIONARY_SHARE * before.bytes)
+    if sum(size for _, size in found) < worth:
+        return made, OwnersChoice()
+    nodes = {node.outputs: node for node in program.nodes}
+    stacks: dict[tuple[int, ...], list[int]] = {}
+    few: dict[tuple[int, ...], None] = {}
+    for node, size in found:
+        same = nodes.get(node.outputs)
+        values = _stacks(program, same) if same is not None else []
+        least = sum(nbytes(program.avals[value]) for value in values) / count
+        if same is None or not values or size <= least:
+            continue
+        shape = program.avals[values[0]].shape
+        if shape[0] < count:
+            few[shape] = None
+        else:
+            stacks[same.outputs] = values
+    if not stacks:
+        return made, OwnersChoice(few=tuple(few))
+    divided = _divided(program, stacks, axes)
+    tried = plan(divided)
+    after = sent(*tried, axes)
+    work = work_of(*made, axes).flops, work_of(*tried, axes).flops
+    more = live_bytes(*tried, axes) - live_bytes(*made, axes)
+    saves = before.price - after.price >= worth and work[1] <= work[0]
+    if not saves or more > STATIONARY_LIVE:
+        return made, OwnersChoice(few=tuple(few))
+    places = tuple(dict.fromkeys(where(nodes[k].eqn) for k in stacks))
+    heights = {program.avals[v].shape[0] for values in stacks.values() for v in values}
+    uneven = tuple(sorted(h for h in heights if h % count))
+    return tried, OwnersChoice(
+        divided, places, before, after, work, tuple(few), uneven, count
+    )
+
+
+def _moving(
+    program: Program, body: BodyPlan, axes: Axes
+) -> Iterator[tuple[Node, float]]:
+    """The nodes of the update around or in which something is moved, and the bytes."""
+    sizes: Counter[tuple[int, ...]] = Counter()
+    nodes = {node.outputs: node for node in program.nodes}
+    for step in body.steps:
+        if isinstance(step, Reshard):
+            cause = step.cause.node if step.cause is not None else None
+            if cause is not None and nodes.get(cause.outputs) is cause:
+                for _, move in communicating_moves(step, axes):
+                    size = move.wire_bytes(step.part_shape, axes, step.itemsize)
+                    sizes[cause.outputs] += round(size)
+        elif step.bodies:
+            node = program.nodes[step.node]
+            for inner in zip(node.bodies, step.bodies, strict=True):
+                sizes[node.outputs] += sent(*inner, axes, step.times or 1).bytes
+    for outputs, size in sizes.items():
+        if size and nodes[outputs].during.phase == UPDATE:
+            yield nodes[outputs], size
+
+
+def _stacks(program: Program, node: Node) -> list[int]:
+    """The operands of a node that are stacks of matrices, along the first dimension of
+    which it does the same to each; none if it does not, or has no such operands."""
+    sliced = node.sliced(node.inputs) if node.bodies else []
+    values = [
+        atom
+        for atom in node.inputs
+        if isinstance(atom, int) and len(getattr(program.avals[atom], "shape", ())) > 2
+    ]
+    heights = {program.avals[value].shape[0] for value in values}
+    if len(heights) != 1 or any(value in sliced for value in values):
+        return []
+    if node.bodies:
+        return values
+    if node.rule is None or node.rule.flat:
+        return []
+    sides = zip(node.inputs, node.rule.operands, strict=True)
+    leading = {dims[0] for atom, dims in sides if atom in values}
+    leading |= {dims[0] if dims else () for dims in node.rule.results}
+    if len(leading) != 1 or len(min(leading)) != 1:
+        return []
+    return values if node.rule.is_splittable(min(leading)[0]) else []
+
+
+def _divided(
+    program: Program, stacks: dict[tuple[int, ...], list[int]], axes: Axes
+) -> Program:
+    """The program with these operands of nodes split along the first dimension."""
+    avals, leaves = list(program.avals), list(program.leaves)
+    nodes: list[Node] = []
+    moved: dict[int, int] = {}
+    name = axes.names[axes.stored]
+
+    def split(x: Any) -> Any:
+        return split_of_state(x, name, 0)
+
+    for node in program.nodes:
+        for value in stacks.get(node.outputs, ()):
+            if value in moved:
+                continue
+            moved[value] = len(avals)
+            avals.append(program.avals[value])
+            if leaves:
+                leaves.append(program.leaf(value))
+            eqn = compat.traced_equation(split, node.eqn, [program.avals[value]])
+            nodes.append(
+                Node(
+                    eqn=eqn,
+                    inputs=(value,),
+                    outputs=(moved[value],),
+                    kind="constrain",
+                    kinds=(VALUE,),
+                    during=node.during,
+                )
+            )
+        if node.outputs in stacks:
+            inputs = tuple(
+                moved.get(a, a) if isinstance(a, int) else a for a in node.inputs
+            )
+            node = replace(node, inputs=inputs)
+        nodes.append(node)
+    return replace(
+        program, avals=tuple(avals), nodes=tuple(nodes), leaves=tuple(leaves)
+    )
