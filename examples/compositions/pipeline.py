@@ -1,10 +1,12 @@
 """A pipeline over mesh axis `stage`, each stage fully sharded over mesh axis `data`.
 
-Stages are a dimension of arrays, split over `stage`, which is left to XLA: the stages
-work at the same time, on microbatches that a roll hands on, and XLA makes a
-collective-permute of it. `fully_shard` shards each stage's layers over `data`.
-Shapes: Stages, Layers, Microbatches, Batch, Width.
+The step is written as pipelines are in JAX: a `jax.shard_map` over `stage`, in it a
+scan over ticks, and a `ppermute` that hands a microbatch to the next stage. `stage` is
+left to XLA; `fully_shard` shards each stage's layers over `data`, inside.
+Shapes: Layers, Microbatches, Batch, Width.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -34,27 +36,36 @@ def run_stage(params, x_BxW):
     return lax.scan(layer, x_BxW, params)[0]
 
 
-def pipeline(params, x_MxBxW):
-    """What the last stage makes of each microbatch. It leaves the last stage as many
-    ticks after it has entered the first as there are stages before it."""
-    stages = params["bias"].shape[0]
+def in_order(params, x_MxBxW):
+    """What one device makes of each microbatch: one stage after the other."""
+    stages = range(params["bias"].shape[0])
+    for stage in stages:
+        own = jax.tree.map(lambda p, stage=stage: p[stage], params)
+        x_MxBxW = jax.vmap(functools.partial(run_stage, own))(x_MxBxW)
+    return x_MxBxW
 
-    def tick(out_SxBxW, x_BxW):
-        arrived = jnp.roll(out_SxBxW, 1, axis=0)
-        first = jnp.arange(stages)[:, None, None] == 0
-        out_SxBxW = jax.vmap(run_stage)(params, jnp.where(first, x_BxW, arrived))
-        return out_SxBxW, out_SxBxW[-1]
+
+def pipeline(params, x_MxBxW):
+    """What the last stage makes of each microbatch, on every stage. It leaves the last
+    stage as many ticks after it has entered the first as there are stages before it."""
+    params = jax.tree.map(lambda p: p[0], params)
+    stage, stages = lax.axis_index("stage"), lax.axis_size("stage")
+    to_the_next = [(i, i + 1) for i in range(stages - 1)]
+
+    def tick(arrived_BxW, x_BxW):
+        out_BxW = run_stage(params, jnp.where(stage == 0, x_BxW, arrived_BxW))
+        return lax.ppermute(out_BxW, "stage", to_the_next), out_BxW
 
     idle = jnp.zeros((stages - 1, *x_MxBxW.shape[1:]))
-    start = jnp.zeros((stages, *x_MxBxW.shape[1:]))
-    _, out = lax.scan(tick, start, jnp.concatenate([x_MxBxW, idle]))
-    return out[stages - 1 :]
+    nothing = lax.pcast(jnp.zeros(x_MxBxW.shape[1:]), "stage", to="varying")
+    _, out = lax.scan(tick, nothing, jnp.concatenate([x_MxBxW, idle]))
+    return lax.psum(jnp.where(stage == stages - 1, out[stages - 1 :], 0), "stage")
 
 
-def train_step(state, batch):
+def train_step(state, batch, run=in_order):
     def loss_fn(params):
         x, y = (v.reshape(-1, MICROBATCHES, WIDTH).swapaxes(0, 1) for v in batch)
-        return jnp.mean((pipeline(params, x) - y) ** 2)
+        return jnp.mean((run(params, x) - y) ** 2)
 
     loss, grads = jax.value_and_grad(loss_fn)(state["params"])
     momenta = jax.tree.map(lambda m, g: 0.9 * m + g, state["momenta"], grads)
@@ -72,7 +83,10 @@ def make_mesh():
 
 
 def sharded(mesh):
-    return shardfn.fully_shard(train_step, mesh, axis="data", min_size=0)
+    specs = dict(in_specs=(P("stage"), P()), out_specs=P(), axis_names={"stage"})
+    in_stages = jax.shard_map(pipeline, mesh=mesh, **specs)
+    step = functools.partial(train_step, run=in_stages)
+    return shardfn.fully_shard(step, mesh, axis="data", min_size=0)
 
 
 def main():

@@ -155,7 +155,10 @@ class Config:
     keep: int = 3
     """How many checkpoints are kept."""
     eval_every: int = 0
-    """Steps between two losses on held-out text; zero takes one at the end."""
+    """Steps between two losses on held-out text, of which the state with the lowest is
+    kept in `best`; zero takes one at the end."""
+    profile: str | None = None
+    """Steps to trace, such as `20:25`, into `profile` in the run's folder."""
     batch_size: int = 32
     """Windows in a batch, over all processes."""
     seed: int = 0
@@ -180,6 +183,7 @@ class Config:
             raise ConfigError(
                 f"--eval-every {self.eval_every}: give a number of steps, or 0."
             )
+        self.traced()
         if self.plain and self.plan:
             raise ConfigError("--plan needs shardfn: leave --plain out.")
         if self.coordinator and (self.plain or not self.run_dir):
@@ -200,6 +204,19 @@ class Config:
             )
         if self.data.files and self.data.hf:
             raise ConfigError("--data.files and --data.hf: give one of them.")
+
+    def traced(self) -> range:
+        """The steps of `--profile FIRST:LAST`, both with it; of one number, that."""
+        if self.profile is None:
+            return range(0)
+        first, _, last = self.profile.partition(":")
+        numbers = [first, last or first]
+        found = [int(x) for x in numbers if x.isdecimal()]
+        if len(found) < 2 or not 0 < found[0] <= found[1]:
+            raise ConfigError(
+                f"--profile {self.profile}: give steps FIRST:LAST, such as 20:25."
+            )
+        return range(found[0], found[1] + 1)
 
     def lines(self) -> list[str]:
         """Every choice that processes have to share, one per line."""

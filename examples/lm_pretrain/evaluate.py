@@ -61,10 +61,12 @@ class Flags:
     run_dir: str
     devices: int | None = None
     """Make this many CPU devices; none stands for the devices that JAX finds."""
+    best: bool = False
+    """Of the checkpoint with the lowest held-out loss, in place of the last."""
 
 
 def main(flags: Flags) -> tuple[int, Heldout]:
-    """Returns the number of the last checkpoint, and its loss. Parameters alone are
+    """Returns the number of the checkpoint, and its loss. Parameters alone are
     read, each device its shards."""
     config = from_json(Path(flags.run_dir) / "config.json")
     alone = dict(devices=flags.devices, coordinator=None, plain=False)
@@ -73,7 +75,8 @@ def main(flags: Flags) -> tuple[int, Heldout]:
     config.check_devices(jax.device_count())
     on = machine.prepare(config)
     like = on.abstract_state
-    number, read = read_last(Path(flags.run_dir), on.train, {"params": like.params})
+    parts, run = {"params": like.params}, Path(flags.run_dir)
+    number, read = read_last(run, on.train, parts, flags.best)
     step = shardfn.fully_shard(
         lambda params, batch: eval_step(like.replace(params=params), batch),
         on.train.mesh,

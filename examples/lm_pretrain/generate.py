@@ -34,6 +34,8 @@ class Flags:
     """Folder of a run with a checkpoint: its state is sharded over the devices."""
     weights: str | None = None
     """A file that export.py wrote: its weights go to one device."""
+    best: bool = False
+    """Of that run, take the checkpoint with the lowest held-out loss, not the last."""
     prompt: tuple[str, ...] = ("The ",)
     tokens: int = 100
     """How many to add to each prompt."""
@@ -132,7 +134,7 @@ def main(flags: Flags) -> list[str]:
         mesh = jax.make_mesh((jax.device_count(),), ("data",))
         generate = shardfn.fully_shard(run, mesh)
         like = {"params": machine.abstract_state(config).params}
-        _, state = read_last(Path(str(flags.run_dir)), generate, like)
+        _, state = read_last(Path(str(flags.run_dir)), generate, like, flags.best)
         params = state["params"]
         plan = generate.plan(params, batch, key)
         sent = plan.wire_bytes / flags.tokens

@@ -6,6 +6,7 @@ run, and what led to it is written down.
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,13 +50,15 @@ def train(
     must_stop: Callable[[int], bool],
     validate: Callable[[int, Any], None] = lambda number, state: None,
     eval_every: int = 0,
+    during: Callable[[int, Any], Any] = lambda number, state: nullcontext(),
 ) -> Trained:
     """Takes the steps `numbers`; saves every so many, at the end, and when stopped;
-    validates every so many."""
+    validates every so many. Each step is taken in the context `during`."""
     pending, losses, number = None, [], numbers.start - 1
     for number in numbers:
         batch = next(batches)
-        state, made = on.train(state, on.place(batch))
+        with during(number, state):
+            state, made = on.train(state, on.place(batch))
         if pending:
             losses.append(settle(pending, state, metrics))
         pending = Pending(number, batch, made)

@@ -103,12 +103,13 @@ class Metrics:
             "memory_bytes": flops.memory_in_use(),
             "learning_rate": float(self.schedule(step - 1)),
             "tokens": step * self.config.batch_size * self.config.model.context,
-            "seconds": self.before + now - self.started,
+            "seconds": self.elapsed,
+            "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         }
         self.write(json.dumps(numbers) + "\n")
         if self.board:
             for name, value in numbers.items():
-                if name != "step" and value is not None:
+                if name not in ("step", "time") and value is not None:
                     self.board.add_scalar(name, value, step)
         self.progress.update(self.task, completed=step, numbers=self.line(numbers))
         due = self.printed is None or now >= self.printed + PRINT_SECONDS
@@ -138,12 +139,17 @@ class Metrics:
             raise OSError(error.errno, error.strerror, file.name) from None
 
     def left(self, step: int) -> str:
-        """How long the run still takes, at its speed."""
+        """How long the run has taken, and still takes at its speed."""
         if not self.speed:
             return ""
         tokens = self.config.batch_size * self.config.model.context
         seconds = (self.config.steps - step) * tokens / self.speed
-        return f"  {datetime.timedelta(seconds=round(seconds))} left"
+        return f"  {clock(self.elapsed)} + {clock(seconds)} left"
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds of this run, and of those that it goes on."""
+        return self.before + time.perf_counter() - self.started
 
     @property
     def mfu(self) -> float | None:
@@ -159,6 +165,11 @@ class Metrics:
             f"loss {numbers['loss']:.3f}  grad {numbers['grad_norm']:.2f}  {speed}"
             f"{numbers['memory_bytes'] / 1e9:.1f} GB{self.left(numbers['step'])}"
         )
+
+
+def clock(seconds: float) -> str:
+    """Hours, minutes and seconds."""
+    return str(datetime.timedelta(seconds=round(seconds)))
 
 
 def keep_until(path: Path, done: int) -> Any:

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
+from best import FOLDER as BEST
+from best import Best
 from config import Config, ConfigError, to_json
 from data import Packed
 from jax.errors import JaxRuntimeError
@@ -56,6 +58,7 @@ class Saves:
         self.choices = json.loads(to_json(config))
         self.fingerprint = fingerprint(text)
         self.keep = config.keep
+        self.best: Best | None = None
         self.open()
 
     def open(self) -> None:
@@ -76,6 +79,8 @@ class Saves:
         if kind is None:
             self.wait()
             self.checkpoints.close()
+            if self.best:
+                self.best.checkpoints.close()
 
     def save(self, number: int, state: Any, position: Mapping[str, Any]) -> None:
         """Starts to write; an error of the save before it ends the run here."""
@@ -83,8 +88,20 @@ class Saves:
         extra["config"] = self.choices
         self.guard(lambda: self.checkpoints.save(number, state, extra), number)
 
+    def open_best(self, done: int) -> None:
+        """Opens the checkpoint with the lowest held-out loss of the first `done`
+        steps."""
+        self.best = Best(self.folder.parent, self.step, done)
+
+    def save_best(self, number: int, state: Any, loss: float) -> None:
+        """Starts to write, if no held-out loss was lower."""
+        if best := self.best:
+            self.guard(lambda: best.add(number, state, loss), number)
+
     def wait(self) -> None:
         self.guard(self.checkpoints.wait, None)
+        if self.best:
+            self.guard(self.best.checkpoints.wait, None)
 
     def guard(self, write: Any, number: int | None) -> None:
         try:
@@ -179,12 +196,17 @@ def fingerprint(text: Packed) -> int:
     return zlib.crc32(text.tokens_N.tobytes())
 
 
-def read_last(run: Path, step: shardfn.ShardedStep, like: Any) -> tuple[int, Any]:
-    """Returns the number of a run's last checkpoint, and what `like` has of its
-    state."""
-    folder = (run / "checkpoints").absolute()
+def read_last(
+    run: Path, step: shardfn.ShardedStep, like: Any, best: bool = False
+) -> tuple[int, Any]:
+    """Returns the number of a run's last checkpoint, or of its best, and what `like`
+    has of its state."""
+    folder = (run / (BEST if best else "checkpoints")).absolute()
     if not (numbers := complete(folder) if folder.is_dir() else []):
-        raise SaveError(f"--run-dir {run}: the run has saved no checkpoint.")
+        raise SaveError(
+            f"--run-dir {run}: the run has saved no checkpoint"
+            f"{': --eval-every says how often it looks for the best' * best}."
+        )
     try:
         with Checkpoints(folder, step) as checkpoints:
             return numbers[-1], checkpoints.restore(like, numbers[-1], partial=True)

@@ -31,6 +31,7 @@ from loop import Diverged, Trained, train
 from machine import Machine
 from metrics import Metrics, plot
 from models import count_parameters
+from profiling import Profile
 from saving import SaveError, Saves, fingerprint, refuse_anew
 from step import train_step
 from stopping import Stopping
@@ -118,11 +119,15 @@ def train_from_last_save(
         batches.set_state(resumed.position)
     state = resumed.state if resumed else on.init()
     is_first = jax.process_index() == 0
-    with Metrics(config, folder, done, writes=is_first) as metrics:
+    if config.eval_every and config.save_every:
+        saves.open_best(done)
+    profile = Profile(config.traced(), folder)
+    with Metrics(config, folder, done, writes=is_first) as metrics, profile:
 
         def validate(number: int, state: Any) -> None:
             loss = measure(state)
             metrics.add_heldout(number, loss.nats / loss.tokens, loss.per_byte)
+            saves.save_best(number, state, loss.nats / loss.tokens)
 
         trained = train(
             *(on, state, batches, range(done + 1, config.steps + 1), metrics),
@@ -131,6 +136,7 @@ def train_from_last_save(
             must_stop=stopping.must_stop,
             validate=validate,
             eval_every=config.eval_every,
+            during=profile.step,
         )
     return trained, metrics.speed
 

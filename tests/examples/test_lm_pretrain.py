@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import evaluate
 import jax
+import machine
 import numpy as np
 import pytest
 from config import (
@@ -27,6 +29,7 @@ from evaluate import main as measure_run
 from loop import Diverged
 from machine import give_up, wait_for_first
 from models import count_parameters, make_model
+from saving import read_last
 from tensorboardX.proto.event_pb2 import Event
 from tiers import exhaustively
 from train import main, run
@@ -49,13 +52,20 @@ def with_model(config: Config, **changes) -> Config:
 def test_sharded_losses_are_the_plain_losses(tiny, family, dropout):
     config = with_model(tiny, family=family, dropout=dropout)
     config = dataclasses.replace(config, eval_every=2, save_every=3)
-    sharded = main(config)
+    sharded = main(dataclasses.replace(config, profile="3"))
+    (trace,) = (sharded.folder / "profile").rglob("*.xplane.pb")
+    for name in (rb"shardfn\.\d", rb"shardfn_backward"):
+        assert re.search(name, trace.read_bytes())
     number, again = measure_run(evaluate.Flags(str(sharded.folder)))
     assert (number, again.tokens) == (3, sharded.heldout.tokens)
     np.testing.assert_allclose(again.nats, sharded.heldout.nats, rtol=1e-6)
     found = (sharded.folder / "heldout.jsonl").read_text().splitlines()
     found = [json.loads(line) for line in found]
     assert [x["step"] for x in found] == [2]
+    on = machine.prepare(config)
+    like = {"step": on.abstract_state.step}
+    best, read = read_last(sharded.folder, on.train, like, best=True)
+    assert best == read["step"] == 2
     assert sharded.heldout.per_byte < found[0]["per_byte"] < 6
     config = dataclasses.replace(config, run_dir=f"{config.run_dir}_plain")
     plain = main(dataclasses.replace(config, plain=True))
@@ -170,6 +180,8 @@ def test_a_loss_that_is_not_finite_stops_and_is_written_down(tiny):
             "--coordinator here: give HOST:PORT of process 0, such as 10.0.0.1:1234, "
             "or auto.",
         ),
+        ({"profile": "5:4"}, "--profile 5:4: give steps FIRST:LAST, such as 20:25."),
+        ({"profile": ":4"}, "--profile :4: give steps FIRST:LAST, such as 20:25."),
         ({"process_id": 1}, "--process-count and --process-id need --coordinator."),
         (
             {"process_id": 2, "process_count": 2, "coordinator": "localhost:1"},

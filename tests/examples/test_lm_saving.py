@@ -5,6 +5,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import random
 import shutil
@@ -22,6 +23,7 @@ import jax.numpy as jnp
 import metrics
 import numpy as np
 import pytest
+from best import Best
 from config import Config, ConfigError, from_json, to_json, with_preset
 from data import Packed
 from metrics import Metrics, keep_until
@@ -79,6 +81,26 @@ def losses(folder: str | Path) -> dict[int, float]:
 def saved(config: Config) -> list[int]:
     folder = Path(str(config.run_dir)) / "checkpoints"
     return complete(folder) if folder.exists() else []
+
+
+def test_the_state_with_the_lowest_heldout_loss_is_kept(tmp_path, capsys):
+    def opened(done: int) -> Best:
+        return Best(tmp_path, None, done)
+
+    best = opened(0)
+    for number, loss in enumerate((3.0, 2.0, 2.5, float("nan")), 1):
+        best.add(number, {"w": jnp.full(4, loss)}, loss)
+    best.checkpoints.close()
+    best = opened(4)
+    assert (best.loss, best.checkpoints.numbers) == (2.0, [2])
+    best.checkpoints.close()
+    assert opened(1).loss == math.inf
+    assert capsys.readouterr().out == (
+        f"{tmp_path}/best: removed, it is of step 2, which is taken anew\n"
+    )
+    (tmp_path / "best" / "7").mkdir()
+    best = opened(9)
+    assert best.loss == math.inf and "not to be read" in capsys.readouterr().out
 
 
 def break_checkpoint(folder: Path) -> None:

@@ -1,0 +1,182 @@
+"""More of the gallery: trainers of larger code bases.
+
+In: the module that a source's file is. Out: what `program.run` takes.
+"""
+
+import dataclasses
+import functools
+import importlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from program import Made, Program
+
+ROWS, LENGTH, VOCABULARY = 16, 8, 64
+
+
+def tokens(*shape: int) -> jax.Array:
+    return jax.random.randint(jax.random.key(0), shape or (ROWS, LENGTH), 1, VOCABULARY)
+
+
+def make_gemma(train: Any) -> Made:
+    nnx, models = train.nnx, train.transformer_lib
+    config = models.TransformerConfig(
+        num_layers=2,
+        num_embed=VOCABULARY,
+        embed_dim=32,
+        hidden_dim=64,
+        num_heads=4,
+        head_dim=8,
+        num_kv_heads=2,
+        final_logit_softcap=None,
+        use_post_attn_norm=True,
+        use_post_ffw_norm=True,
+        attention_types=importlib.import_module(
+            "transformer_cfg"
+        ).GEMMA3_ATTENTION_PATTERN[-2:],
+        sliding_window_size=4,
+    )
+    model = models.Transformer(config, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
+    metrics = nnx.MultiMetric(
+        loss=nnx.metrics.Average("loss"), accuracy=nnx.metrics.Accuracy()
+    )
+    places = jnp.tile(jnp.arange(LENGTH), (ROWS, 1))
+    batch = {
+        "inputs": tokens(),
+        "targets": tokens() * 3 % VOCABULARY,
+        "inputs_position": places,
+        "inputs_segmentation": jnp.where(places < 5, 1, 2),
+    }
+    return Made((model, optimizer, nnx.Rngs(1), batch, metrics))
+
+
+def nnx_train_step(train: Any, bound: dict[str, Any]) -> Any:
+    return train.nnx_train_step
+
+
+def make_scenic(trainer: Any) -> Made:
+    models = importlib.import_module("scenic.projects.baselines.fully_connected")
+    config = trainer.ml_collections.ConfigDict({"hid_sizes": [32, 32]})
+    about = {"num_classes": 8, "target_is_onehot": True}
+    model = models.FullyConnectedClassificationModel(config, about)
+    images = jax.random.normal(jax.random.key(0), (ROWS, 4, 4, 3))
+    variables = model.flax_model.init(jax.random.key(1), images, train=False)
+    tx = optax.adamw(1e-3)
+    state = trainer.train_utils.TrainState(
+        tx=tx,
+        params=variables["params"],
+        opt_state=tx.init(variables["params"]),
+        global_step=jnp.int32(0),
+        rng=jax.random.PRNGKey(2),
+    )
+    label = jax.nn.one_hot(jnp.arange(ROWS) % 8, 8)
+    batch = {"inputs": images, "label": label, "batch_mask": jnp.ones(ROWS)}
+    bound = {
+        "flax_model": model.flax_model,
+        "loss_fn": model.loss_function,
+        "lr_fn": optax.constant_schedule(1e-3),
+        "metrics_fn": model.get_metrics_fn("train"),
+        "config": trainer.ml_collections.ConfigDict({"max_grad_norm": 1.0}),
+    }
+    return Made((state, batch), bound)
+
+
+def bind(train: Any, bound: dict[str, Any]) -> Any:
+    return functools.partial(train.train_step, **bound)
+
+
+def make_simply(lib: Any) -> Made:
+    given = importlib.import_module("simply.config_lib").lm_test()
+    config = dataclasses.replace(
+        given, vocab_size=VOCABULARY, activation_dtype_name="float32"
+    )
+    model = lib.TransformerLM(config)
+    opt = lib.opt_lib.Adam(beta1=0.9, beta2=0.95, epsilon=1e-8)
+    state = jax.device_get(opt.init(model.init(jax.random.key(0))))
+    batch = {
+        "decoder_input_tokens": tokens(),
+        "decoder_target_tokens": tokens() * 3 % VOCABULARY,
+        "decoder_loss_weights": jnp.ones((ROWS, LENGTH)),
+    }
+    bound = {"model": model, "opt": opt, "clip_grad_norm": 1.0, "add_log_info": True}
+    return Made((state, batch), bound)
+
+
+def one_step(lib: Any, bound: dict[str, Any]) -> Any:
+    return functools.partial(lib.train_one_step, **bound)
+
+
+def as_simply_shards(lib: Any, made: Made) -> Any:
+    """Parameters where its `init` puts them, batches over its mesh, the constraints of
+    its layers."""
+    mesh = lib.sharding_lib.get_default_mesh()
+    with jax.set_mesh(mesh):
+        model, opt = made.bound["model"], made.bound["opt"]
+        state = opt.init(model.init(jax.random.key(0)))
+        rows = jax.NamedSharding(mesh, jax.P(("replica", "data")))
+        batch = jax.device_put(made.args[1], rows)
+        return jax.jit(one_step(lib, made.bound), donate_argnums=0).lower(state, batch)
+
+
+def make_tunix(trainer: Any) -> Made:
+    nnx, qwix = trainer.nnx, importlib.import_module("qwix")
+    llama = importlib.import_module("tunix.models.llama3.model")
+    config = llama.ModelConfig(
+        num_layers=2,
+        vocab_size=VOCABULARY,
+        embed_dim=32,
+        hidden_dim=64,
+        num_heads=4,
+        head_dim=8,
+        num_kv_heads=2,
+        rope_theta=10_000,
+        norm_eps=1e-5,
+    )
+    model = llama.Llama3(config, rngs=nnx.Rngs(0))
+    lora = qwix.LoraProvider(module_path=".*(q_proj|v_proj|up_proj)", rank=8, alpha=2.0)
+    model = qwix.apply_lora_to_model(model, lora, **model.get_model_input())
+    settings = trainer.TrainingConfig(eval_every_n_steps=10, max_steps=3)
+    peft = trainer.PeftTrainer(model, optax.adamw(1e-3), settings)
+    peft.with_gen_model_input_fn(inputs_of)
+    batch = trainer.TrainingInput(tokens(), jnp.ones((ROWS, LENGTH), jnp.bool_))
+    accumulator = peft.grad_accumulator
+    args = (peft.model, peft.optimizer, accumulator, batch, jnp.asarray(True))
+    return Made(args, {"peft": peft})
+
+
+def inputs_of(x: Any) -> dict[str, jax.Array]:
+    causal = jnp.tril(jnp.ones((LENGTH, LENGTH), jnp.bool_))
+    shape = x.input_tokens.shape
+    return {
+        "input_tokens": x.input_tokens,
+        "input_mask": x.input_mask,
+        "positions": jnp.broadcast_to(jnp.arange(LENGTH), shape),
+        "attention_mask": jnp.broadcast_to(causal, (*shape, LENGTH)),
+    }
+
+
+def peft_step(trainer: Any, bound: dict[str, Any]) -> Any:
+    return bound["peft"].create_train_step_fn()
+
+
+TRAINERS = {
+    "gemma": Program(
+        *("google/flax", "examples/gemma/train.py"), make_gemma, nnx_train_step
+    ),
+    "scenic": Program(
+        *("google-research/scenic", "scenic/train_lib/classification_trainer.py"),
+        *(make_scenic, bind),
+        axis="batch",
+    ),
+    "simply": Program(
+        *("google-deepmind/simply", "simply/model_lib.py"),
+        *(make_simply, one_step),
+        own=as_simply_shards,
+    ),
+    "tunix": Program(
+        *("google/tunix", "tunix/sft/peft_trainer.py"), make_tunix, peft_step
+    ),
+}
