@@ -40,13 +40,15 @@ class Figures:
     seconds: float
 
 
-def figures(compiled: jax.stages.Compiled, mesh: Mesh, target: str = "") -> Figures:
-    """Reads a compiled program, and plays it on `target`."""
+def figures(
+    compiled: jax.stages.Compiled, mesh: Mesh | None = None, target: str = ""
+) -> Figures:
+    """Reads a compiled program, and plays it on `target`, whose devices are `mesh`."""
     text = compiled.as_text() or ""
     moved = [c for c in read_collectives(text) if c.group_size > 1]
     layers = max((c.times for c in moved), default=1)
     seconds = 0.0
-    if target:
+    if target and mesh is not None:
         seconds = play(text, rates_of(targets.target(target), mesh)).seconds
     return Figures(
         wire=sum(c.times * c.wire_bytes for c in moved),

@@ -26,6 +26,7 @@ class Model:
       scan: one scanned body, or `layers` bodies.
       remat: whether the backward pass computes each layer's activations again.
       microbatches: how many the rows are cut into, whose gradients are added up.
+      kv_heads: fewer heads of keys and values than `heads`; 0 for as many.
     """
 
     family: str
@@ -40,6 +41,7 @@ class Model:
     scan: bool = True
     remat: bool = True
     microbatches: int = 1
+    kv_heads: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class Case:
     name: str
     model: Model
     devices: int
-    criteria: tuple[int, ...] = (1, 2, 3, 5)
+    criteria: tuple[int, ...] = (1, 2, 3, 5, 8)
 
     def target(self, chip: str) -> str:
         """The compile-only target: `h100` or `v5p`."""
@@ -60,6 +62,7 @@ class Case:
 
 GPT_1B = Model("gpt", 24, 2048, 16, 128, 8192, 50304, 2048, rows=4)
 LLAMA_7B = Model("llama", 32, 4096, 32, 128, 11008, 32000, 4096, rows=1)
+LLAMA3_8B = Model("llama", 32, 4096, 32, 128, 14336, 128256, 4096, rows=1, kv_heads=8)
 T5_11B = Model("t5", 24, 1024, 128, 128, 65536, 32128, 512, rows=8)
 GPT_175B = Model("gpt", 96, 12288, 96, 128, 49152, 50304, 2048, rows=1)
 SMALL = Model("gpt", 4, 4096, 32, 128, 16384, 32768, 1024, rows=1)

@@ -13,9 +13,12 @@ from typing import Any
 import criteria_programs as programs
 import jax
 from criteria_cases import Case
+from jax.sharding import Mesh
 
+from shardfn._api.aot import rates_of
 from shardfn.analysis import targets
 from shardfn.analysis._hlo import overlapped_bytes, read_collectives, wire_bytes
+from shardfn.analysis._hlo.play import play
 
 NEWER = jax.__version_info__ >= (0, 11)
 PIPELINED = (
@@ -99,6 +102,7 @@ def measure(case: Case, chip: str, program: str) -> dict[str, Any]:
         return row | {"error": _short(str(error))}
     row |= {"seconds": seconds() - start, "wall_s": time.perf_counter() - wall}
     text = compiled.as_text() or ""
+    row |= played(text, case.target(chip), mesh)
     row |= read(text) | {"temp": compiled.memory_analysis().temp_size_in_bytes}
     if step:
         plan = step.plan(state, batch)
@@ -107,6 +111,18 @@ def measure(case: Case, chip: str, program: str) -> dict[str, Any]:
         if not checked.ok:
             row["problems"] = checked.problems()
     return row
+
+
+def played(text: str, target: str, mesh: Mesh) -> dict[str, float]:
+    """Predicted seconds of a step, and how many of them are waits for transfers; what
+    its reads and writes of device memory take alone."""
+    rates = rates_of(targets.target(target), mesh)
+    timeline = play(text, rates)
+    return {
+        "step_s": timeline.seconds,
+        "exposed_s": timeline.exposed,
+        "memory_s": timeline.memory_bytes / rates.memory,
+    }
 
 
 def read(text: str) -> dict[str, Any]:

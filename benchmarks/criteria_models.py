@@ -17,6 +17,8 @@ from criteria_cases import Model
 Params = Any
 BUCKETS = 32
 STACKS = ("layers", "encoder", "decoder")
+SCORES = "attention_scores"
+"""Scope of what fused attention does not write to memory."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,8 @@ def _layer(model: Model, cross: bool) -> Params:
     D, H, K, F = model.width, model.heads, model.head_width, model.mlp_width
 
     def attention() -> Params:
-        heads = {name: jnp.zeros((D, H, K)) for name in ("q", "k", "v")}
+        counts = {"q": H, "k": model.kv_heads or H, "v": model.kv_heads or H}
+        heads = {name: jnp.zeros((D, count, K)) for name, count in counts.items()}
         return {"norm": jnp.ones(D), **heads, "out": jnp.zeros((H, K, D))}
 
     mlp = {"norm": jnp.ones(D), "in": jnp.zeros((D, F)), "out": jnp.zeros((F, D))}
@@ -101,14 +104,17 @@ def attend(w: Params, x, memory, model: Model, bias, causal: bool) -> jax.Array:
     )
     if model.family == "llama":
         q, k = rotate(q), rotate(k)
-    scores = jnp.einsum("bthk,bshk->bhts", q, k).astype(jnp.float32)
-    scores = scores * model.head_width**-0.5
-    if bias is not None:
-        scores = scores + bias
-    if causal:
-        T, S = scores.shape[2:]
-        scores = jnp.where(jnp.tril(jnp.ones((T, S), bool)), scores, -1e30)
-    weights = jax.nn.softmax(scores).astype(x.dtype)
+    if model.kv_heads:
+        k, v = (jnp.repeat(x, model.heads // model.kv_heads, axis=2) for x in (k, v))
+    with jax.named_scope(SCORES):
+        scores = jnp.einsum("bthk,bshk->bhts", q, k).astype(jnp.float32)
+        scores = scores * model.head_width**-0.5
+        if bias is not None:
+            scores = scores + bias
+        if causal:
+            T, S = scores.shape[2:]
+            scores = jnp.where(jnp.tril(jnp.ones((T, S), bool)), scores, -1e30)
+        weights = jax.nn.softmax(scores).astype(x.dtype)
     mixed = jnp.einsum("bhts,bshk->bthk", weights, v)
     return jnp.einsum("bthk,hkd->btd", mixed, w["out"])
 

@@ -26,19 +26,13 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import criteria_programs as programs
 import jax
 from criteria_cases import GPT_1B, Model
+from host_measured import PROGRAMS
 from stationary_table import table
 
 import shardfn
 from shardfn.analysis import targets
 
 RESULTS = Path(__file__).parent / "results"
-PROGRAMS: dict[str, dict[str, Any]] = {
-    "device": {},
-    "moments": {"offload": {"opt/*": "host"}},
-    "all": {"offload": {"*": "host"}},
-}
-"""What `fully_shard` is asked for, by program."""
-
 LLAMA_8B = Model("llama", 32, 4096, 32, 128, 14336, 32000, 4096, rows=1)
 WIDE = Model("gpt", 1, 8192, 64, 128, 32768, 50304, 2048, rows=1)
 NARROW = Model("gpt", 1, 4096, 32, 128, 16384, 50304, 1024, rows=1)
@@ -146,16 +140,20 @@ def measure_case(name: str, rerun: bool) -> None:
 # The largest model
 
 
-def search(chip: str, program: str) -> None:
+def search(chip: str, program: str, start: int) -> None:
     """Finds the most layers that fit: between one that fits and one that does not, next
-    to each other. Memory grows evenly with layers, so it tries where a line says."""
+    to each other. Memory grows evenly with layers, so it tries where a line says. What
+    was tried before is not compiled anew."""
     case = LARGEST[chip]
 
     def tried() -> dict[int, Row]:
         rows = read(chip, "largest").get(program, {})
         return {int(n): row for n, row in rows.items() if "error" not in row}
 
-    layers: int | None = 4
+    memory = targets.target(case.target).memory
+    layers: int | None = start
+    if str(start) in read(chip, "largest").get(program, {}):
+        layers = next_layers(tried(), memory)
     while layers is not None:
         row = run(replace(case.model, layers=layers), case.target, program)
         rows = read(chip, "largest")
@@ -163,7 +161,7 @@ def search(chip: str, program: str) -> None:
         keep(chip, "largest", rows | {program: of_program})
         if "error" in row:
             return
-        layers = next_layers(tried(), targets.target(case.target).memory)
+        layers = next_layers(tried(), memory)
 
 
 def next_layers(tried: Mapping[int, Row], memory: int) -> int | None:
@@ -280,6 +278,7 @@ def main() -> None:
     parser.add_argument("--case", choices=CASES, action="append")
     parser.add_argument("--largest", choices=LARGEST, action="append")
     parser.add_argument("--program", choices=PROGRAMS, action="append")
+    parser.add_argument("--layers", type=int, default=4, help="where a search begins")
     parser.add_argument("--rerun", action="store_true", help="measure kept rows again")
     parser.add_argument("--kept", action="store_true", help="measure nothing")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
@@ -294,7 +293,7 @@ def main() -> None:
     for chip in [] if args.kept else args.largest or ([] if args.case else LARGEST):
         for program in args.program or PROGRAMS:
             if args.rerun or largest(chip, program) is None:
-                search(chip, program)
+                search(chip, program, args.layers)
     print(cases_table(names or list(CASES)))
     print(f"\n{largest_table()}")
 

@@ -2,7 +2,9 @@
 a state of many small leaves and next to no arithmetic.
 
 Times are of the CPU in the calling thread, so waiting for devices does not count. The
-two programs alternate; each line is the median over all calls. Over more than one
+two programs alternate in rounds, in either order by chance, as what one leaves in the
+caches of the CPU slows the other; the last column is the median of the differences of
+rounds. Over more than one
 device the plain step takes the same sharded arrays, so that both start as many
 executables.
 
@@ -11,6 +13,7 @@ executables.
 
 import argparse
 import os
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -23,6 +26,8 @@ import jax.numpy as jnp
 
 import shardfn
 
+ROUND = 5
+"""Calls of one program in a row."""
 HEADER = ("devices", "leaves", "plain jit", "shardfn", "more per call")
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -49,14 +54,20 @@ def row(devices: int, leaves: int, calls: int) -> tuple[str, ...]:
         train_step, donate_argnums=0, out_shardings=(sharded.shardings(state), None)
     )
     x = jax.device_put(jnp.ones(8), jax.tree.leaves(sharded.shardings(jnp.ones(8)))[0])
-    times: list[tuple[float, float]] = []
-    for _ in range(calls + 2):
-        here, a = milliseconds(plain, here, x)
-        there, b = milliseconds(sharded, there, x)
-        times.append((a, b))
+    states, programs = [here, there], [plain, sharded]
+    chance, rounds = random.Random(0), []
+    for _ in range(calls // ROUND + 1):
+        times = [0.0, 0.0]
+        for which in chance.sample((0, 1), 2):
+            each = []
+            for _ in range(ROUND):
+                states[which], spent = milliseconds(programs[which], states[which], x)
+                each.append(spent)
+            times[which] = statistics.median(each)
+        rounds.append(times)
     # The first calls compile.
-    a, b = (statistics.median(column) for column in zip(*times[2:], strict=True))
-    more = statistics.median(b - a for a, b in times[2:])
+    a, b = (statistics.median(column) for column in zip(*rounds[1:], strict=True))
+    more = statistics.median(b - a for a, b in rounds[1:])
     return str(devices), str(leaves), f"{a:.2f} ms", f"{b:.2f} ms", f"{more:.2f} ms"
 
 

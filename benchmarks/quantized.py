@@ -15,9 +15,12 @@ from typing import Any
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import criteria_programs as programs
-from criteria_cases import CASES, CHIPS
+from criteria_cases import CASES as CRITERIA
+from criteria_cases import CHIPS, LLAMA3_8B, Case
 
 from shardfn.analysis import targets
+
+CASES = CRITERIA | {"llama3-8b-64": Case("llama3-8b-64", LLAMA3_8B, 64)}
 
 ASKED: dict[str, dict[str, Any]] = {
     "exact": {},

@@ -64,6 +64,9 @@ MODELS = PRESETS | {
 """By name; `5m`, which is not one of the example, has as few layers as make 5M
 parameters and short windows, so that CPUs train it often enough for a table."""
 
+WINDOW = 50
+"""Steps over which losses are smoothed in the figure."""
+
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3)
 """For batches of few tokens."""
 
@@ -202,7 +205,9 @@ def table(study: Study, names: Iterable[str], seeds: int) -> list[str]:
         apart = [loss - exact[s] for s, loss in done.items() if exact[s] is not None]
         cells = f"{asked:<24}{len(done):>6}{np.mean([*done.values()]):>11.4f}"
         if apart:
-            cells += f"{np.mean(apart):>+12.4f}{np.std(apart):>9.4f}"
+            cells += f"{np.mean(apart):>+12.4f}"
+        if len(apart) > 1:
+            cells += f"{np.std(apart):>9.4f}"
         lines.append(cells)
     whole = [loss for loss in exact.values() if loss is not None]
     if len(whole) > 1:
@@ -215,26 +220,71 @@ def heldout_of(study: Study, asked: str, seed: int) -> float | None:
     return json.loads(path.read_text())["per_byte"] if path.exists() else None
 
 
+def finished(study: Study, asked: str, seeds: int) -> list[int]:
+    """The seeds of which a run of this row, and the exact one, are done."""
+    names = {asked, "exact"}
+    return [
+        seed
+        for seed in range(seeds)
+        if all(heldout_of(study, name, seed) is not None for name in names)
+    ]
+
+
 def plot(study: Study, names: Iterable[str], seeds: int, to: str) -> None:
-    """Draws the mean over seeds of the training loss, smoothed over 20 steps."""
+    """Draws, of the runs that are done, the training loss, smoothed over 50 steps, how
+    far it is from that of the exact run of the same seed, and the same of the held-out
+    loss: a dot for each seed, a bar for the mean and its spread."""
     import matplotlib
 
     matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "shardfn"
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7, 4))
-    for asked in names:
-        paths = [study.folder(asked, s) / "losses.json" for s in range(seeds)]
-        found = [json.loads(p.read_text()) for p in paths if p.exists()]
-        if found:
-            shortest = min(map(len, found))
-            mean = np.mean([losses[:shortest] for losses in found], axis=0)
-            window = np.ones(20) / 20
-            axes.plot(np.convolve(mean, window, mode="valid"), label=asked, lw=1)
-    axes.set_xlabel("step")
-    axes.set_ylabel("training loss, nats per token")
-    axes.legend()
-    figure.savefig(to, bbox_inches="tight")
+    done = {name: finished(study, name, seeds) for name in names}
+    done = {name: found for name, found in done.items() if found}
+    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(13, 4))
+    for number, (asked, found) in enumerate(done.items()):
+        color = "black" if asked == "exact" else f"C{number - 1}"
+        style = {"color": color, "lw": 1.2, "label": asked}
+        each = {seed: smoothed(study, asked, seed) for seed in found}
+        exact = {seed: smoothed(study, "exact", seed) for seed in found}
+        at = 10 * np.arange(len(each[found[0]])) + WINDOW
+        left.plot(at, np.mean([*each.values()], axis=0), **style)
+        if asked == "exact":
+            continue
+        away = np.array([each[seed] - exact[seed] for seed in found])
+        middle.plot(at, away.mean(axis=0), **style)
+        middle.fill_between(at, away.min(0), away.max(0), color=color, alpha=0.12, lw=0)
+        loss = [heldout_of(study, asked, s) for s in found]
+        from_exact = np.subtract(loss, [heldout_of(study, "exact", s) for s in found])
+        right.plot(from_exact, [number] * len(found), "o", color=color, ms=4)
+        right.errorbar(
+            *(from_exact.mean(), number),
+            xerr=from_exact.std() if len(found) > 1 else None,
+            **{"fmt": "|", "color": color, "ms": 16, "capsize": 4},
+        )
+    whole = [heldout_of(study, "exact", seed) for seed in done.get("exact", ())]
+    if len(whole) > 1:
+        far = np.std(whole)
+        right.axvspan(-far, far, color="black", alpha=0.07, lw=0)
+    for axes in (middle, right):
+        (axes.axhline if axes is middle else axes.axvline)(0, color="black", lw=0.8)
+    left.set(xlabel="step", ylabel="training loss, nats per token")
+    left.set_ylim(top=float(np.quantile(left.lines[0].get_ydata(), 0.95)) + 0.1)
+    left.legend(fontsize=8)
+    middle.set(xlabel="step", ylabel="training loss, from the exact run's")
+    right.set(xlabel="held-out loss, nats per byte, from the exact run's")
+    right.set_yticks(range(1, len(done)), list(done)[1:])
+    right.invert_yaxis()
+    figure.tight_layout()
+    figure.savefig(to, metadata={"Date": None} if to.endswith(".svg") else None)
+
+
+def smoothed(study: Study, asked: str, seed: int) -> Any:
+    """The mean training loss of `WINDOW` steps, at every tenth."""
+    path = study.folder(asked, seed) / "losses.json"
+    losses = json.loads(path.read_text())
+    return np.convolve(losses, np.ones(WINDOW) / WINDOW, mode="valid")[::10]
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 step, and as Megatron splits it, by hand in `shard_map`.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -79,10 +80,10 @@ def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     return (wide * root).astype(x.dtype) * scale
 
 
-Edit = Callable[[jax.Array], jax.Array]
+Edit = Callable[[Any], Any]
 
 
-def unedited(x: jax.Array) -> jax.Array:
+def unedited(x: Any) -> Any:
     return x
 
 
@@ -95,23 +96,27 @@ def decode_token(
     embed: Edit = unedited,
     enter: Edit = unedited,
     leave: Edit = unedited,
+    to_cache: Edit = unedited,
+    from_cache: Edit = unedited,
 ) -> tuple[Any, jax.Array]:
     """The new cache and the next token's logits. What is done by hand goes in through
-    `embed` of a lookup, and `enter` and `leave` around what is split."""
+    `embed` of a lookup, `enter` and `leave` around what is split, and `to_cache` and
+    `from_cache` around attention."""
 
     def layer(x: jax.Array, slices: Any) -> Any:
         w, keys, values = slices
         h = enter(norm(x, w["norm"]))
         q = jnp.einsum("bd,dgrk->bgrk", h, w["q"])
-        new = [jnp.einsum("bd,dgk->bgk", h, w[n])[:, None] for n in ("k", "v")]
+        k, v = (jnp.einsum("bd,dgk->bgk", h, w[n]) for n in ("k", "v"))
+        q, *new = to_cache((q, k, v))
         keys, values = (
-            lax.dynamic_update_slice(old, x, (0, place, 0, 0))
+            lax.dynamic_update_slice(old, x[:, None], (0, place, 0, 0))
             for old, x in zip((keys, values), new, strict=True)
         )
         scores = jnp.einsum("bgrk,bsgk->bgrs", q, keys) / q.shape[-1] ** 0.5
         scores = jnp.where(jnp.arange(keys.shape[1]) <= place, scores, -1e9)
         mixed = jnp.einsum("bgrs,bsgk->bgrk", jax.nn.softmax(scores), values)
-        x = x + leave(jnp.einsum("bgrk,grkd->bd", mixed, w["o"]))
+        x = x + leave(jnp.einsum("bgrk,grkd->bd", from_cache(mixed), w["o"]))
         h = enter(norm(x, w["norm2"]))
         hidden = jax.nn.silu(h @ w["gate"]) * (h @ w["up"])
         return x + leave(hidden @ w["down"]), (keys, values)
@@ -130,6 +135,20 @@ def _all_reduced(x: jax.Array) -> jax.Array:
     return lax.psum(x, "data")
 
 
+def _heads_to_rows(values: tuple[jax.Array, ...]) -> list[jax.Array]:
+    """Queries, keys and values of all rows and a device's heads, in one exchange for
+    those of its rows and all heads."""
+    flat = [x.reshape(*x.shape[:2], -1) for x in values]
+    ends = list(itertools.accumulate(x.shape[-1] for x in flat))[:-1]
+    moved = lax.all_to_all(jnp.concatenate(flat, -1), "data", 0, 1, tiled=True)
+    parts = jnp.split(moved, ends, axis=-1)
+    return [
+        part.reshape(*part.shape[:2], *x.shape[2:])
+        for part, x in zip(parts, values, strict=True)
+    ]
+
+
+CACHE_BY_ROWS = "Megatron, cache by rows"
 MEGATRON: dict[str, dict[str, Edit]] = {
     "Megatron, 2 all-reduces": {
         "embed": lambda x: _gather(x, 1),
@@ -140,9 +159,16 @@ MEGATRON: dict[str, dict[str, Edit]] = {
         "enter": lambda x: _gather(x, 0),
         "leave": lambda x: lax.psum_scatter(x, "data", tiled=True),
     },
+    CACHE_BY_ROWS: {
+        "embed": lambda x: _gather(x, 1),
+        "leave": _all_reduced,
+        "to_cache": _heads_to_rows,
+        "from_cache": lambda x: lax.all_to_all(x, "data", 1, 0, tiled=True),
+    },
 }
 """Shoeybi et al., arXiv:1909.08053, and with rows split between the blocks, as in its
-sequence parallelism (Korthikanti et al., arXiv:2205.05198)."""
+sequence parallelism (Korthikanti et al., arXiv:2205.05198). With a cache that is split
+by rows, one exchange in front of attention and one behind it are the least."""
 
 
 def megatron(m: Llama, mesh: Mesh, name: str) -> jax.stages.Lowered:
@@ -160,7 +186,8 @@ def megatron(m: Llama, mesh: Mesh, name: str) -> jax.stages.Lowered:
         "norm": P(),
         "head": P(None, "data"),
     }
-    cache = {"k": BY_HEADS, "v": BY_HEADS}
+    by = BY_ROWS if name == CACHE_BY_ROWS else BY_HEADS
+    cache = {"k": by, "v": by}
 
     def step(*args: Any) -> Any:
         return decode_token(*args, **MEGATRON[name])
