@@ -166,7 +166,7 @@ def keep(
     with open(scratch, "wb") as file:
         np.savez(file, *leaves, losses=losses, place=json.dumps(place_of(batches)))
     os.replace(scratch, folder / "state.npz")
-    write(folder / "losses.json", json.dumps(losses))
+    write(folder / "losses.json", json.dumps([round(loss, 4) for loss in losses]))
 
 
 def place_of(batches: Any) -> Any:
@@ -192,26 +192,23 @@ def write(path: Path, text: str) -> None:
 
 
 def table(study: Study, names: Iterable[str], seeds: int) -> list[str]:
-    """Held-out loss of each row, and how far it is from the exact run of its seed."""
-    exact = {s: heldout_of(study, "exact", s) for s in range(seeds)}
+    """Held-out loss of each row, and how far it is from the exact run of its seed: the
+    mean and the standard deviation over seeds, as a table of Markdown."""
     lines = [
-        f"{'asked':<24}{'seeds':>6}{'nats/byte':>11}{'from exact':>12}{'spread':>9}"
+        "| asked | seeds | held-out loss | from the exact run's | spread |",
+        "|---|---|---|---|---|",
     ]
     for asked in names:
-        found = {s: heldout_of(study, asked, s) for s in range(seeds)}
-        done = {s: loss for s, loss in found.items() if loss is not None}
+        done = finished(study, asked, seeds)
         if not done:
             continue
-        apart = [loss - exact[s] for s, loss in done.items() if exact[s] is not None]
-        cells = f"{asked:<24}{len(done):>6}{np.mean([*done.values()]):>11.4f}"
-        if apart:
-            cells += f"{np.mean(apart):>+12.4f}"
-        if len(apart) > 1:
-            cells += f"{np.std(apart):>9.4f}"
-        lines.append(cells)
-    whole = [loss for loss in exact.values() if loss is not None]
-    if len(whole) > 1:
-        lines.append(f"the exact runs of {len(whole)} seeds spread {np.std(whole):.4f}")
+        losses = np.array([heldout_of(study, asked, seed) for seed in done])
+        exact = np.array([heldout_of(study, "exact", seed) for seed in done])
+        apart, spread = f"{np.mean(losses - exact):+.4f}", np.std(losses - exact)
+        if asked == "exact":
+            apart, spread = "", np.std(losses)
+        cells = asked, len(done), f"{losses.mean():.4f}", apart, f"{spread:.4f}"
+        lines.append(f"| {' | '.join(map(str, cells))} |".replace("|  |", "| |"))
     return lines
 
 
