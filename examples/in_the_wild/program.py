@@ -6,12 +6,13 @@ In: a program, and the path of its source. Out: a row of the table in README.md.
 import dataclasses
 import inspect
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from sources import load
+from sources import SourceError, load
 
 import shardfn
 from shardfn.analysis import targets
@@ -43,6 +44,7 @@ class Program:
       options: of `fully_shard`.
       own: from the module and its arguments to the step as the program itself shards
         it over all devices, where `jax.pmap` does not.
+      python: the oldest that its sources run on.
     """
 
     repository: str
@@ -53,6 +55,7 @@ class Program:
     tol: float = 1e-5
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     own: Callable[[Any, Made], jax.stages.Lowered] | None = None
+    python: tuple[int, int] = (3, 11)
 
     @property
     def is_mapped(self) -> bool:
@@ -106,6 +109,9 @@ class Row(NamedTuple):
 def run(name: str, program: Program, root: Path, target: str = TARGET) -> Row:
     """Compares every leaf of three steps with the plain step, on all devices; none is
     compiled for if `target` is empty."""
+    if sys.version_info < program.python:
+        needed = ".".join(map(str, program.python))
+        raise SourceError(f"{program.file} needs Python {needed}.")
     module = load(root, program.file)
     made = program.make(module)
     step = program.adapter(module, made.bound)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax.training import train_state
+from mains import MAINS
 from program import Made, Program
 from trainers import TRAINERS
 
@@ -202,4 +203,5 @@ PROGRAMS = {
         *(make_vision_transformer, step_model),
     ),
     **TRAINERS,
+    **MAINS,
 }

@@ -1,7 +1,10 @@
 """In: the path of somebody's repository, and a file in it. Out: that file as a module,
-unedited; what it imports only to read data or to log need not be installed.
+unedited; what it imports only to read data or to log need not be installed. Of a step
+that only the file's main function makes: the step, and what main calls it with.
 """
 
+import dataclasses
+import functools
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -9,24 +12,22 @@ import importlib.util
 import json
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+import jax
 
 NOT_IN_STEPS = (
     *("tensorflow", "tensorflow_datasets", "tensorflow_text", "sentencepiece"),
     *("sklearn", "torch", "torchvision", "diffrax", "matplotlib", "wandb", "PIL"),
     *("tqdm_loggable", "openpi_client", "lerobot", "cv2", "gcsfs", "fsspec", "boto3"),
-    *("metrax", "pathwaysutils", "perfetto"),
-    *(
-        "tensorboard",
-        "transformers",
-        "kagglehub",
-        "datasets",
-        "requests",
-        "tqdm",
-        "rich",
-    ),
+    *("metrax", "pathwaysutils", "perfetto", "overrides", "tokamax", "drjax"),
+    *("tiktoken", "ml_goodput_measurement", "google.cloud", "google.api_core"),
+    *("librosa", "sympy", "rigging", "iris", "fray", "finelog", "finestore", "tblib"),
+    *("git", "tensorboard", "transformers", "kagglehub", "datasets", "requests"),
+    *("tqdm", "rich"),
 )
 """Packages that the steps of the gallery do not use, though their files import them."""
 
@@ -63,7 +64,9 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds the packages in `NOT_IN_STEPS` that nothing else finds."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        if fullname.partition(".")[0] not in NOT_IN_STEPS:
+        parts = fullname.split(".")
+        names = [".".join(parts[:i]) for i in range(1, len(parts) + 1)]
+        if not any(name in NOT_IN_STEPS for name in names):
             return None
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
@@ -121,3 +124,58 @@ def _notebook(path: Path) -> Any:
         ):
             exec(compile(code, str(path), "exec"), module.__dict__)
     return module
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FirstCall:
+    """What a program's main gives to `jax.jit`, and calls it with.
+
+    Attributes:
+      function: the step, before `jax.jit`.
+      args: of its first call.
+      lowered: as main's own `jax.jit` lowers it, with its shardings.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    lowered: jax.stages.Lowered
+
+
+class _Reached(BaseException):
+    """Leaves main at the first call; nothing that main expects to fail is this."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Watched:
+    """What `jax.jit` made of a function, up to its first call."""
+
+    function: Callable[..., Any]
+    made: Any
+    calls: list[FirstCall]
+
+    def __call__(self, *args: Any) -> None:
+        self.calls.append(FirstCall(self.function, args, self.made.lower(*args)))
+        raise _Reached
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.made, name)
+
+
+def first_call(main: Callable[[], Any], name: str) -> FirstCall:
+    """Runs `main` as it is, up to its first call of the function `name` that it gives
+    to `jax.jit`."""
+    jit, calls = jax.jit, []
+
+    def watched(*given: Any, **options: Any) -> Any:
+        if not given:  # of a decorator with options
+            return functools.partial(watched, **options)
+        made = jit(*given, **options)
+        is_it = getattr(given[0], "__name__", None) == name
+        return _Watched(given[0], made, calls) if is_it else made
+
+    with mock.patch.object(jax, "jit", watched):
+        try:
+            main()
+        except _Reached:
+            return calls[0]
+    raise SourceError(f"main calls no {name} of jax.jit")

@@ -162,6 +162,64 @@ def peft_step(trainer: Any, bound: dict[str, Any]) -> Any:
     return bound["peft"].create_train_step_fn()
 
 
+def make_levanter(lib: Any) -> Made:
+    llama = importlib.import_module("levanter.models.llama")
+    optim = importlib.import_module("levanter.optim.config")
+    config = llama.LlamaConfig(
+        max_seq_len=LENGTH,
+        hidden_dim=32,
+        intermediate_dim=64,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+    )
+    tracker = lib.levanter.tracker
+    tracker.set_global_tracker(tracker.NoopTracker())
+    # haliax takes mappings of axes with a mesh alone: the step for one has none.
+    unmapped = lib.MeshConfig(
+        shared_mapping={"mlp": None, "heads": None},
+        compute_mapping={"batch": None},
+        param_mapping={},
+    )
+    settings = lib.TrainerConfig(
+        id="tiny", train_batch_size=ROWS, tracker=tracker.NoopConfig()
+    )
+    optimizer = optim.AdamConfig().build(10)
+    alone, trainer = (
+        lib.Trainer(x, optimizer, levanter_loss, add_default_hooks=False)
+        for x in (dataclasses.replace(settings, mesh=unmapped), settings)
+    )
+    model = config.build(lib.Axis("vocab", VOCABULARY), key=jax.random.PRNGKey(0))
+    state = lib.TrainerState.init(
+        optimizer, model, key=jax.random.PRNGKey(1), mp=trainer.mp
+    )
+    axes = (settings.TrainBatch, config.max_Pos)
+    ends = jnp.arange(ROWS)[:, None] % 5 < jnp.arange(LENGTH, 0, -1)
+    example = importlib.import_module("levanter.models.lm_model").LmExample(
+        lib.hax.named(tokens(), axes),
+        lib.hax.named(ends.astype(jnp.float32), axes),
+    )
+    return Made((state, (example,), {}), {"alone": alone, "trainer": trainer})
+
+
+def levanter_loss(model: Any, example: Any, *, key: Any = None) -> Any:
+    """As its `train_lm` has it, inside its main function."""
+    return model.compute_next_token_loss(example, key=key, logsumexp_weight=0.0)
+
+
+def levanter_step(lib: Any, bound: dict[str, Any]) -> Any:
+    return functools.partial(bound["alone"]._train_step, _no_hooks=True)
+
+
+def as_levanter_shards(lib: Any, made: Made) -> Any:
+    """Parameters and the batch as its mappings of axes say."""
+    state, batch, named = made.args
+    with made.bound["trainer"] as trainer:
+        state = lib.hax.shard(state, trainer.parameter_axis_mapping)
+        batch = lib.hax.shard(batch, trainer.compute_axis_mapping)
+        return trainer._jit_train_step_fn_no_hook.lower(state, batch, named)
+
+
 TRAINERS = {
     "gemma": Program(
         *("google/flax", "examples/gemma/train.py"), make_gemma, nnx_train_step
@@ -175,6 +233,12 @@ TRAINERS = {
         *("google-deepmind/simply", "simply/model_lib.py"),
         *(make_simply, one_step),
         own=as_simply_shards,
+    ),
+    "levanter": Program(
+        *("marin-community/marin", "src/levanter/trainer.py"),
+        *(make_levanter, levanter_step),
+        own=as_levanter_shards,
+        python=(3, 12),
     ),
     "tunix": Program(
         *("google/tunix", "tunix/sft/peft_trainer.py"), make_tunix, peft_step

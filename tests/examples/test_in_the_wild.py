@@ -43,7 +43,7 @@ def gallery(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The modules of the example."""
     monkeypatch.syspath_prepend(FOLDER)
     finders = list(sys.meta_path)
-    names = ("program", "programs", "sources", "trainers")
+    names = ("mains", "program", "programs", "sources", "trainers")
     before = {x: sys.modules.pop(x, None) for x in (*names, "train")}
     yield {x: importlib.import_module(x) for x in names}
     sys.meta_path[:] = finders
@@ -90,6 +90,10 @@ def test_a_source_gives_a_row(
     assert str(caught.value) == (
         f"{tmp_path} has no no.py: give the path of a checkout with it."
     )
+    newer = dataclasses.replace(program, python=(9, 0))
+    with pytest.raises(gallery["sources"].SourceError) as caught:
+        of.run("made_up", newer, tmp_path)
+    assert str(caught.value) == "train.py needs Python 9.0."
 
 
 def test_adapters_are_short(gallery: Any) -> None:
@@ -114,8 +118,64 @@ def test_a_file_of_a_package_does_not_shadow_what_it_imports(
     assert module.__name__ == "of_somebody.training.trainer"
 
 
+IN_MAIN = """
+import functools
+
+import jax
+import jax.numpy as jnp
+
+
+def main(batches):
+    @jax.jit(static_argnums=())
+    def create():
+        return {"w": jnp.arange(64.0).reshape(16, 4)}
+
+    state = create()
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def update(state, x):
+        loss, grad = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(state["w"])
+        return {"w": state["w"] - 0.1 * grad}, loss
+
+    jax.block_until_ready(update.lower(state, batches[0]))
+    for batch in batches:
+        state, loss = update(state, batch)
+    raise AssertionError("main went on")
+"""
+
+
+def test_a_step_inside_main_is_taken_at_its_first_call(
+    gallery: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "train.py").write_text(IN_MAIN)
+    sources, of = gallery["sources"], gallery["program"]
+
+    def make(train: Any) -> Any:
+        call = sources.first_call(lambda: train.main([jnp.ones((16, 16))]), "update")
+        return of.Made(jax.device_get(call.args), {"step": call.function, "call": call})
+
+    mains = gallery["mains"]
+    shards = mains.as_its_main_shards
+    program = of.Program("a/b", "train.py", make, mains.step_of_main, own=shards)
+    row = of.run("made_up", program, tmp_path, target="")
+    assert (program.lines, row.leaves, row.own) == (0, 1, 0.0)
+    jit, train = jax.jit, sys.modules["train"]
+    with pytest.raises(TypeError, match="not subscriptable"):
+        sources.first_call(lambda: train.main(None), "update")
+    with pytest.raises(sources.SourceError) as caught:
+        sources.first_call(lambda: None, "update")
+    assert str(caught.value) == "main calls no update of jax.jit"
+    assert jax.jit is jit
+
+
 @pytest.mark.skipif(not REAL, reason="IN_THE_WILD names no checkout")
 @pytest.mark.parametrize("name", REAL)
 def test_real_sources(gallery: Any, name: str) -> None:
     program = gallery["programs"].PROGRAMS[name]
+    if sys.version_info < program.python:
+        pytest.skip(f"{name} needs Python {program.python}")
     print(gallery["program"].run(name, program, Path(REAL[name])))
