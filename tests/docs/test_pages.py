@@ -141,12 +141,16 @@ def test_links_stay_in_the_site(page: Path) -> None:
             assert found.is_file() and found.is_relative_to(pages.DOCS), target
 
 
-def drawing() -> types.ModuleType:
-    spec = spec_from_file_location("draw", pages.DOCS / "figures" / "draw.py")
+def module_at(path: Path) -> types.ModuleType:
+    spec = spec_from_file_location(path.stem, path)
     assert spec and spec.loader
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def drawing() -> types.ModuleType:
+    return module_at(pages.DOCS / "figures" / "draw.py")
 
 
 @pytest.mark.parametrize("name", drawing().FIGURES)
@@ -160,3 +164,13 @@ def test_the_wire_figure_has_every_row_of_the_table() -> None:
     table = (pages.ROOT / "benchmarks" / "README.md").read_text()
     rows = re.findall(r"^\|[^|]*\| (?:shardfn|jit \+ NamedSharding) \|", table, re.M)
     assert drawing().wire().count(" M</text>") == len(rows) > 2
+
+
+def test_what_training_loses_is_what_was_measured() -> None:
+    """The page's table is the benchmark's, of the runs beside its other results."""
+    training = module_at(pages.ROOT / "benchmarks" / "quantized_training.py")
+    results = pages.ROOT / "benchmarks" / "results" / "quantized_training"
+    study = training.Study("5m", 1500, 8, 50, results, 4)
+    table = training.table(study, training.ASKED, seeds=3)
+    assert len(table) == 7
+    assert "\n".join(table) in (pages.DOCS / "schedule.md").read_text()
