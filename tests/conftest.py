@@ -6,6 +6,7 @@ This file is read before any test imports JAX, whose devices cannot change once 
 import gc
 import os
 from importlib.metadata import version
+from pathlib import Path
 
 # An installed libtpu or CUDA plugin compiles (the `aot` tests) but never runs: JAX must
 # not look for its hardware, and may load it in both processes of pytest-xdist.
@@ -58,6 +59,33 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         (target,) = mark.args
         if reason := targets.missing(target):
             pytest.skip(reason)
+
+
+MOST_MAPPINGS = 20_000
+"""Of memory, in one process. Linux allows 65,530 (`vm.max_map_count`), and each function
+that LLVM compiles takes three: a process that asks for more ends without a word."""
+
+TESTS_BETWEEN = 10
+"""Counting them takes 20 ms where there are as many as that."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Lets go of compiled programs where memory is mapped in too many pieces."""
+    item.session.stash[RUN] = run = item.session.stash.get(RUN, 0) + 1
+    if run % TESTS_BETWEEN == 0 and _mappings() > MOST_MAPPINGS:
+        jax.clear_caches()
+        gc.collect()
+
+
+RUN = pytest.StashKey[int]()
+"""How many tests have run."""
+
+
+def _mappings() -> int:
+    """In how many pieces this process has mapped its memory; 0 if that is not known."""
+    maps = Path("/proc/self/maps")
+    return maps.read_bytes().count(b"\n") if maps.exists() else 0
 
 
 @pytest.fixture(autouse=True)
