@@ -1,11 +1,20 @@
 """Rules of reductions, cumulative and windowed."""
 
+import re
+from pathlib import Path
+from textwrap import dedent
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from harness import integers
 from jax import lax
 from table import Row, table
+
+from shardfn._core.rule_registry import _registry
+from shardfn.rules import reduction
+
+CONTRIBUTING = Path(__file__).parents[2] / "CONTRIBUTING.md"
 
 EACH = ({0},)
 BOOL = integers((8, 5), seed=4) > -3
@@ -51,6 +60,19 @@ COMPLEX = (integers((8, 5)) + 1j * integers((8, 5), seed=1)).astype(np.complex64
 )
 def test_reduction_rule(row):
     row.check()
+
+
+def test_the_rule_that_contributors_are_shown(monkeypatch) -> None:
+    """It passes the line of a table that they are shown."""
+    blocks = re.findall(
+        r"^ +```python\n(.*?)^ +```", CONTRIBUTING.read_text(), re.M | re.S
+    )
+    rule, row = map(dedent, blocks[:2])
+    names = {**vars(reduction), "lax": lax, "Row": Row}
+    monkeypatch.delitem(_registry, lax.cumsum_p)
+    exec(rule, names)
+    assert _registry[lax.cumsum_p]
+    eval(row, names).check()
 
 
 def window(init, op, **params):
