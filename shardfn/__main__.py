@@ -9,7 +9,8 @@ except ModuleNotFoundError as error:
         raise
     sys.exit(
         f"error: the command line needs the package {error.name}, which is not "
-        "installed.\nRun, in a clone of shardfn: pip install -e '.[cli]'"
+        "installed.\n"
+        "Run pip install 'shardfn[cli]', or in a clone pip install -e '.[cli]'"
     )
 
 if __name__ == "__main__":

@@ -62,8 +62,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 MOST_MAPPINGS = 20_000
-"""Of memory, in one process. Linux allows 65,530 (`vm.max_map_count`), and each function
-that LLVM compiles takes three: a process that asks for more ends without a word."""
+"""Of memory, in one process. Linux allows 65,530 (`vm.max_map_count`), and each
+function that LLVM compiles takes three: a process that asks for more ends without a
+word."""
 
 TESTS_BETWEEN = 10
 """Counting them takes 20 ms where there are as many as that."""

@@ -4,7 +4,7 @@ In: a target's name, such as `h100:8`. Out: its devices, a mesh of them, or its 
 (see `_data_sheets`).
 
 XLA's GPU and TPU compilers run on a machine without a GPU or a TPU. They need the
-packages of `pip install -e '.[aot]'`, in the versions that belong to the installed
+packages of the extra `aot`, in the versions that belong to the installed
 JAX. Set `JAX_PLATFORMS=cpu` before importing JAX on a machine without accelerators.
 """
 
@@ -174,7 +174,8 @@ def missing(name: str) -> str:
         return ""
     return (
         f"compiling for {name!r} needs the package {' or '.join(_PACKAGES[platform])}, "
-        "which is not installed.\nRun, in a clone of shardfn: pip install -e '.[aot]'"
+        "which is not installed.\n"
+        "Run pip install 'shardfn[aot]', or in a clone pip install -e '.[aot]'"
     )
 
 
@@ -251,11 +252,12 @@ def _check_version(platform: str) -> None:
     for package in _PACKAGES[platform]:
         found = _version(package)
         if found and needed and not f"{found}.".startswith(f"{needed}."):
+            pin = f"'jax=={jax.__version__}'"
             raise RuntimeError(
                 f"{package} {found} does not belong to jax {jax.__version__}, which "
                 f"needs {needed}: it may misread the programs of this one.\n"
-                f"Run, in a clone of shardfn: pip install -e '.[aot]' "
-                f"'jax=={jax.__version__}'"
+                f"Run pip install 'shardfn[aot]' {pin}, or in a clone "
+                f"pip install -e '.[aot]' {pin}"
             )
 
 

@@ -4,7 +4,7 @@ In: a state as a sharded step stores it. Out: a directory of Orbax checkpoints t
 each leaf in its own shape and dtype, whatever mesh wrote it; and a state back, stored
 as another step on another mesh stores it, or whole on one device.
 
-Needs the extra `checkpoint`: `pip install -e '.[checkpoint]'`.
+Needs the extra `checkpoint`: `pip install 'shardfn[checkpoint]'`.
 """
 
 from collections.abc import Mapping, Sequence

@@ -113,7 +113,8 @@ def test_a_compiler_that_is_not_installed(name, packages, monkeypatch):
     assert str(error.value) == targets.missing(name)
     assert str(error.value) == (
         f"compiling for '{name}' needs the package {packages}, which is not "
-        "installed.\nRun, in a clone of shardfn: pip install -e '.[aot]'"
+        "installed.\n"
+        "Run pip install 'shardfn[aot]', or in a clone pip install -e '.[aot]'"
     )
 
 
@@ -138,7 +139,8 @@ def test_a_compiler_of_another_jax(name, package, needed, monkeypatch):
     assert str(error.value) == (
         f"{package} 0.0.7 does not belong to jax {jax.__version__}, which needs "
         f"{needed}: it may misread the programs of this one.\n"
-        f"Run, in a clone of shardfn: pip install -e '.[aot]' 'jax=={jax.__version__}'"
+        f"Run pip install 'shardfn[aot]' 'jax=={jax.__version__}', or in a clone "
+        f"pip install -e '.[aot]' 'jax=={jax.__version__}'"
     )
     installed[package] = f"{needed}.1"
     targets._check_version(targets.target(name).platform)
