@@ -31,6 +31,7 @@ from shardfn._core.memories import HOST, kind_of
 from shardfn._core.offloading import OffloadChoice
 from shardfn._core.recent import Recent
 from shardfn._lowering.choose_offload import choose_offload
+from shardfn._lowering.heap import Heap, heap_of
 from shardfn._lowering.planned_program import Planned
 from shardfn._lowering.shard_map import on_mesh
 from shardfn._lowering.xla_options import Asked, compiler_options
@@ -95,7 +96,9 @@ class Programs:
             return None
         asked, bound = offload_bound(self.storage, memory)
         planned = self.planned(leaves, treedef, batch)
-        choice = choose_offload(planned, names, able, asked, bound, correction)
+        choice = choose_offload(
+            planned, names, able, asked, bound, self.heap, correction
+        )
         self.storage.chosen.update(dict.fromkeys(keys, choice))
         if memory is None and not choice.fits:
             warnings.warn(
@@ -114,6 +117,11 @@ class Programs:
         devices = tuple(self.storage.given.devices.flat)
         quantizes = self.storage.control.quantizes_gathers
         return compiler_options(devices, self.asked, quantizes)
+
+    @property
+    def heap(self) -> Heap:
+        """How their compiler uses memory."""
+        return heap_of(tuple(self.storage.given.devices.flat), self.options)
 
     def jitted(
         self,

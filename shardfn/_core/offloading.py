@@ -67,6 +67,8 @@ class OffloadChoice:
       groups: the leaves, by what they are to the step.
       correction: bytes by which a compiler's figure for another choice was above the
         plan's.
+      holes: what the estimates have for the holes of the compiler's heap, as a part of
+        what lives in it.
       trials: the choices that a report compiled to find this one, in their order.
     """
 
@@ -76,6 +78,7 @@ class OffloadChoice:
     taken: int
     groups: tuple[OffloadGroup, ...]
     correction: int = 0
+    holes: float = 0
     trials: tuple[OffloadTrial, ...] = ()
 
     @property

@@ -6,6 +6,8 @@ In: an aval. Out: counts that also hold for values without shape or dtype.
 import math
 from typing import Any
 
+from shardfn._core.sharding import Axes, Sharding, local_shape, stored_shape
+
 
 def elements(aval: Any) -> int:
     """Elements of a value; 1 for what has no shape."""
@@ -15,6 +17,12 @@ def elements(aval: Any) -> int:
 def nbytes(aval: Any) -> int:
     """Bytes of a whole value."""
     return elements(aval) * itemsize(aval)
+
+
+def local_bytes(aval: Any, sharding: Sharding, axes: Axes) -> int:
+    """Bytes of a value on one device, padding included."""
+    shape = stored_shape(tuple(getattr(aval, "shape", ())), sharding, axes)
+    return math.prod(local_shape(shape, sharding, axes)) * itemsize(aval)
 
 
 def itemsize(aval: Any) -> int:

@@ -16,10 +16,12 @@ from shardfn._core.offloading import (
     OffloadChoice,
     OffloadGroup,
 )
-from shardfn._core.phases import UPDATE
-from shardfn._core.plan import Apply, reads
-from shardfn._core.program import Program, number_of
-from shardfn._lowering.peak_bytes import local_bytes, peak_bytes
+from shardfn._core.phases import UPDATE, Pass
+from shardfn._core.plan import Apply, Step, reads
+from shardfn._core.program import Node, Program, number_of
+from shardfn._core.sizes import local_bytes
+from shardfn._lowering.heap import Heap
+from shardfn._lowering.peak_bytes import peak_bytes
 from shardfn._lowering.plan_jaxpr import with_host_leaves
 from shardfn._lowering.planned_program import Planned
 
@@ -33,6 +35,7 @@ def choose_offload(
     able: Sequence[int],
     asked: str,
     bound: int,
+    heap: Heap,
     correction: int = 0,
 ) -> OffloadChoice:
     """The leaves that go to the host.
@@ -43,6 +46,7 @@ def choose_offload(
       able: the positions of those to be chosen from.
       asked: as the user wrote it.
       bound: bytes that the step may take of each device.
+      heap: how the compiler uses memory.
       correction: bytes that it takes beyond the plan's estimate.
 
     Returns:
@@ -53,12 +57,12 @@ def choose_offload(
 
     def taken(on_host: frozenset[int]) -> int:
         body = with_host_leaves(program, plain, on_host | planned.body.on_host, axes)
-        return peak_bytes(program, body, axes) + correction
+        return peak_bytes(program, body, axes, heap) + correction
 
     without = taken(frozenset())
-    roles = {i: _role(planned, i) for i in able}
+    roles = _roles(planned, able)
     sizes = {
-        i: local_bytes(program, program.inputs[i], planned.stored[i], axes)
+        i: local_bytes(program.avals[program.inputs[i]], planned.stored[i], axes)
         for i in able
     }
     chosen: frozenset[int] = frozenset()
@@ -80,6 +84,7 @@ def choose_offload(
             for role in ROLES
         ),
         correction,
+        heap.holes,
     )
 
 
@@ -120,27 +125,38 @@ def _covering(sizes: Bytes, need: int) -> Iterator[int]:
         yield i
 
 
-def _role(planned: Planned, leaf: int) -> str:
-    """What a leaf is to a step: what other passes than the update read is a parameter;
+def _roles(planned: Planned, able: Sequence[int]) -> dict[int, str]:
+    """What leaves are to a step: what other passes than the update read is a parameter;
     of the others, what a parameter is a copy of in another dtype is a master weight."""
-    program, value = planned.program, planned.program.inputs[leaf]
-    for step in planned.body.steps:
-        if any(ref.value == value for ref in reads(step)):
-            if isinstance(step, Apply):
-                during = program.nodes[step.node].during
-            else:
-                during = step.during
-            if during.phase != UPDATE:
-                return PARAMETERS
-    others = (j for j in range(len(planned.state)) if j != leaf)
-    copies = {_copied(program, j) for j in others}
-    return MASTERS if number_of(program.outputs[leaf]) in copies else MOMENTS
-
-
-def _copied(program: Program, output: int) -> int | None:
-    """The value that an output is a copy of in another dtype, if it is one."""
-    value = number_of(program.outputs[output])
+    program = planned.program
+    used = {
+        ref.value
+        for step in planned.body.steps
+        for ref in reads(step)
+        if _pass_of(program, step).phase != UPDATE
+    }
     made = {v: node for node in program.nodes for v in node.outputs}
+    of_state = enumerate(program.outputs[: len(planned.state)])
+    copied = {i: _copied(program, made, number_of(value)) for i, value in of_state}
+
+    def role(leaf: int) -> str:
+        if program.inputs[leaf] in used:
+            return PARAMETERS
+        value = number_of(program.outputs[leaf])
+        others = (v for i, v in copied.items() if i != leaf)
+        return MASTERS if value in others else MOMENTS
+
+    return {i: role(i) for i in able}
+
+
+def _pass_of(program: Program, step: Step) -> Pass:
+    if isinstance(step, Apply):
+        return program.nodes[step.node].during
+    return step.during
+
+
+def _copied(program: Program, made: Mapping[int, Node], value: int) -> int | None:
+    """The value that another one is a copy of in another dtype, if it is one."""
     node = made.get(value)
     if node is None or node.kind != "op" or node.rule is None or len(node.inputs) != 1:
         return None

@@ -2,11 +2,10 @@
 
 In: a program and its plan. Out: bytes: what a compiler fuses into what reads it, views,
 and what it writes in place of something else take none. An estimate: the compiler's own
-schedule and its buffers are not known to it.
+schedule and how it packs its buffers are not known to it.
 """
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from shardfn._core.memories import HOST
@@ -21,12 +20,15 @@ from shardfn._core.plan import (
     Transfer,
     reads,
 )
-from shardfn._core.program import Node, Program, aval_of
-from shardfn._core.sharding import Axes, Sharding, local_shape, stored_shape
-from shardfn._core.sizes import itemsize
+from shardfn._core.program import Program
+from shardfn._core.sharding import Axes, Sharding
+from shardfn._core.sizes import local_bytes
+from shardfn._lowering import fusion
+from shardfn._lowering.delayed_sums import delayed_sums
+from shardfn._lowering.heap import Heap
 
 
-def peak_bytes(program: Program, body: BodyPlan, axes: Axes) -> int:
+def peak_bytes(program: Program, body: BodyPlan, axes: Axes, heap: Heap) -> int:
     """Bytes that one device takes for a whole step: arguments, and the most of what
     lives at once besides.
 
@@ -34,18 +36,20 @@ def peak_bytes(program: Program, body: BodyPlan, axes: Axes) -> int:
       program: the step.
       body: its plan, with the copies between the memories if it has any.
       axes: the mesh axes.
+      heap: how the compiler uses memory.
 
     Returns:
       The bytes.
     """
     arguments = sum(
-        local_bytes(program, value, sharding, axes)
+        local_bytes(program.avals[value], sharding, axes)
         for i, (value, sharding) in enumerate(
             zip(program.inputs, body.inputs, strict=True)
         )
         if i not in body.on_host
     )
-    return arguments + _Liveness(program, body, axes, is_step=True).most()
+    most = _Liveness(program, body, axes, heap.delays_sums, is_step=True).most()
+    return arguments + most + int(most * heap.holes)
 
 
 @dataclass(slots=True)
@@ -56,18 +60,20 @@ class _Liveness:
       program: the program.
       body: its plan.
       axes: the mesh axes.
+      delays_sums: whether the compiler delays the sums of loops.
       is_step: whether its results are written over its arguments where it can be.
       made: per version, the step that makes it and its bytes.
-      readers: per version, the steps that read it.
+      readers: per version, the steps that read it, and as which operand; -1 for none.
       known: see `roots`.
     """
 
     program: Program
     body: BodyPlan
     axes: Axes
+    delays_sums: bool
     is_step: bool = False
     made: dict[Ref, tuple[Step | HostStep, int]] = field(default_factory=dict)
-    readers: dict[Ref, list[Step | HostStep]] = field(default_factory=dict)
+    readers: dict[Ref, list[tuple[Step | HostStep, int]]] = field(default_factory=dict)
     known: dict[Ref, frozenset[Ref]] = field(default_factory=dict)
 
     def most(self) -> int:
@@ -76,8 +82,10 @@ class _Liveness:
         out = {ref for ref in (*outputs, *self.body.exports) if ref is not None}
         for step in steps:
             self.made.update((ref, (step, size)) for ref, size in self.makes(step))
+            operands = step.operands if isinstance(step, Apply) else ()
             for ref in reads(step):
-                self.readers.setdefault(ref, []).append(step)
+                at = operands.index(ref) if ref in operands else -1
+                self.readers.setdefault(ref, []).append((step, at))
         if self.is_step:  # new state is written over the old one
             for ref in outputs[: len(self.program.inputs)]:
                 if ref in self.made:
@@ -86,22 +94,26 @@ class _Liveness:
         for i, step in enumerate(steps):
             last.update((r, i) for read in reads(step) for r in self.roots(read, out))
         last.update((r, len(steps)) for ref in out for r in self.roots(ref, out))
-        live = most = 0
-        ends: dict[int, list[int]] = {}
+        ends: dict[int, set[Ref]] = {}
+        for ref, at in last.items():
+            ends.setdefault(at, set()).add(ref)
+        live: dict[Ref, int] = {}
+        most = 0
         for i, step in enumerate(steps):
-            dying = ends.pop(i, [])
-            inside = self.inside(step)
-            for ref, size in self.makes(step):
+            dying = ends.get(i, set())
+            for ref, _ in self.makes(step):
                 if self.roots(ref, out) != {ref}:
                     continue
-                size = self.made[ref][1]
-                if size in dying and self.is_in_place(step):
-                    dying.remove(size)
-                    live -= size
-                live += size
-                ends.setdefault(last.get(ref, i), []).append(size)
-            most = max(most, live + inside)
-            live -= sum(dying) + sum(ends.pop(i, []))
+                live[ref] = self.made[ref][1]
+                for old in self.overwritten(ref, step, out):
+                    if old in dying and live.get(old) == live[ref]:
+                        del live[old]
+                        break
+                if ref not in last:
+                    dying = dying | {ref}
+            most = max(most, sum(live.values()) + self.inside(step))
+            for ref in dying:
+                live.pop(ref, None)
         return most
 
     def makes(self, step: Step | HostStep) -> Iterator[tuple[Ref, int]]:
@@ -121,52 +133,94 @@ class _Liveness:
             yield from ((ref, 0) for ref in step.exports)
 
     def size(self, ref: Ref, sharding: Sharding) -> int:
-        return local_bytes(self.program, ref.value, sharding, self.axes)
+        return local_bytes(self.program.avals[ref.value], sharding, self.axes)
 
     def roots(self, ref: Ref, out: set[Ref]) -> frozenset[Ref]:
         """The versions whose memory a version needs: its own, or that of what it is
         made of where it is a view or fused into all that reads it."""
         if ref not in self.known:
-            found = frozenset([ref])
             step = self.made[ref][0] if ref in self.made else None
-            if isinstance(step, Apply) and not step.exports:
-                node = self.program.nodes[step.node]
-                if node.passes_through:
-                    at = node.outputs.index(ref.value)
-                    operand = step.operands[at]
-                    found = frozenset() if operand is None else self.roots(operand, out)
-                elif self.is_view(node) or self.is_fused(ref, node, out):
-                    given = (r for r in step.operands if r is not None)
-                    found = frozenset[Ref]().union(*(self.roots(r, out) for r in given))
-            self.known[ref] = found
+            given = None if step is None else self.made_of(ref, step, out)
+            if given is None:
+                self.known[ref] = frozenset([ref])
+            else:
+                each = (self.roots(r, out) for r in given if r is not None)
+                self.known[ref] = frozenset[Ref]().union(*each)
         return self.known[ref]
 
-    def is_view(self, node: Node) -> bool:
-        """Whether a node's result has the elements of its only operand."""
-        if node.kind != "op" or node.rule is None or len(node.inputs) != 1:
-            return False
-        given, made = (
-            aval_of(self.program, x) for x in (node.inputs[0], node.outputs[0])
+    def made_of(
+        self, ref: Ref, step: Step | HostStep, out: set[Ref]
+    ) -> Sequence[Ref | None] | None:
+        """What a version without memory of its own is made of; None if it has some."""
+        if isinstance(step, Reshard):
+            local = not any(move.op for move in step.moves)
+            return [step.source] if local and self.is_fused(ref, out) else None
+        if not isinstance(step, Apply) or step.exports:
+            return None
+        node = self.program.nodes[step.node]
+        if node.passes_through:
+            return [step.operands[node.outputs.index(ref.value)]]
+        fuses = self.is_added(ref) or (
+            fusion.is_pointwise(node)
+            and not self.scatters(step)
+            and self.is_fused(ref, out)
         )
-        alike = given.dtype == made.dtype and given.size == made.size
-        return alike and bool(node.rule.linear)
+        if fusion.is_view(self.program, node) or (fuses and ref not in out):
+            return step.operands
+        return None
 
-    def is_fused(self, ref: Ref, node: Node, out: set[Ref]) -> bool:
-        """Whether a version is never written: it is made element by element, and all
-        that reads it is fused with it."""
-        if ref in out or node.kind != "op" or not _is_pointwise(node):
-            return False
-        return all(
-            isinstance(step, Apply) and _fuses(self.program.nodes[step.node])
-            for step in self.readers.get(ref, ())
+    def is_fused(self, ref: Ref, out: set[Ref]) -> bool:
+        """Whether all that reads a version makes it inside of it."""
+        return ref not in out and all(
+            isinstance(step, Apply)
+            and fusion.fuses(self.program.nodes[step.node], at)
+            and not self.scatters(step)
+            for step, at in self.readers.get(ref, ())
         )
 
-    def is_in_place(self, step: Step | HostStep) -> bool:
-        """Whether what a step makes may take the place of what it reads last."""
+    def is_added(self, ref: Ref) -> bool:
+        """Whether a version is a scatter into zeros that one addition reads: it is
+        added where the other term is."""
+        step = self.made[ref][0] if ref in self.made else None
         if not isinstance(step, Apply):
             return False
+        readers = [step for step, _ in self.readers.get(ref, ())]
+        return (
+            fusion.adds_to_zeros(self.program.nodes[step.node])
+            and len(readers) == 1
+            and isinstance(readers[0], Apply)
+            and fusion.adds(self.program.nodes[readers[0].node])
+        )
+
+    def scatters(self, step: Step | HostStep) -> bool:
+        """Whether it is an addition that is made as a scatter."""
+        return (
+            isinstance(step, Apply)
+            and fusion.adds(self.program.nodes[step.node])
+            and any(ref is not None and self.is_added(ref) for ref in step.operands)
+        )
+
+    def overwritten(
+        self, ref: Ref, step: Step | HostStep, out: set[Ref]
+    ) -> Iterator[Ref]:
+        """Versions whose place a version may take, if they are read for the last
+        time."""
+        if not isinstance(step, Apply):
+            return
         node = self.program.nodes[step.node]
-        return node.is_loop or (node.kind == "op" and _is_pointwise(node))
+        at: Sequence[int] = ()
+        if node.is_loop:
+            made = node.outputs.index(ref.value) if ref.value in node.outputs else -1
+            body = node.regions[-1]
+            at = [body.operands[i] for j, i in body.loops if body.results[j] == made]
+        elif fusion.writes_into(node):
+            at = [0]
+        elif fusion.is_pointwise(node) and not self.scatters(step):
+            at = range(len(step.operands))
+        for i in at:
+            operand = step.operands[i]
+            if operand is not None:
+                yield from self.roots(operand, out)
 
     def inside(self, step: Step | HostStep) -> int:
         """What is live in the bodies of a step, or in an iteration of a loop over
@@ -177,29 +231,10 @@ class _Liveness:
             return sum(sizes) // step.blocks
         if not isinstance(step, Apply):
             return 0
-        bodies = zip(self.program.nodes[step.node].bodies, step.bodies, strict=True)
-        each = (_Liveness(p, body, self.axes).most() for p, body in bodies)
-        return max(each, default=0)
-
-
-def _is_pointwise(node: Node) -> bool:
-    """Whether each element of a result is made of one of each operand."""
-    rule = node.rule
-    if rule is None or rule.reduce or rule.shifts or node.eqn.effects:
-        return False
-    return rule.flat or len(node.inputs) == 1
-
-
-def _fuses(node: Node) -> bool:
-    """Whether a compiler makes an operation's operands inside of it."""
-    rule = node.rule
-    return (
-        node.kind == "op" and rule is not None and (rule.flat or len(node.inputs) == 1)
-    )
-
-
-def local_bytes(program: Program, value: int, sharding: Sharding, axes: Axes) -> int:
-    """Bytes of a value on one device, padding included."""
-    aval = program.avals[value]
-    shape = stored_shape(tuple(getattr(aval, "shape", ())), sharding, axes)
-    return math.prod(local_shape(shape, sharding, axes)) * itemsize(aval)
+        node = self.program.nodes[step.node]
+        bodies = zip(node.bodies, step.bodies, strict=True)
+        each = (
+            _Liveness(p, body, self.axes, self.delays_sums).most() for p, body in bodies
+        )
+        waiting = delayed_sums(node, step, self.axes) if self.delays_sums else 0
+        return max(each, default=0) + waiting

@@ -26,7 +26,8 @@ Flags = tuple[tuple[str, Any], ...]
 _INVALID = "INVALID_ARGUMENT: "
 _VALUES = (str, int, float, bool, type(None))
 
-_GPUS = ("gpu", "cuda", "rocm")
+GPUS = ("gpu", "cuda", "rocm")
+"""What JAX calls the platform of GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +110,8 @@ OPTIONS = (
 )
 
 
+NOT_DELAYED = "sums not delayed by XLA"
+
 TRIED = {
     "gathers pipelined by XLA": (
         CompilerOption(
@@ -119,7 +122,7 @@ TRIED = {
             ),
         ),
     ),
-    "sums not delayed by XLA": (
+    NOT_DELAYED: (
         CompilerOption(
             "gpu",
             (
@@ -159,7 +162,7 @@ def tried(devices: Sequence[Any], name: str) -> dict[str, Any]:
     """The options of one row of `TRIED`, as the compiler of these devices spells them;
     nothing if it is another platform's, or does not know one of them."""
     device = processes.reachable(devices)
-    platform = "gpu" if device.platform in _GPUS else device.platform
+    platform = "gpu" if device.platform in GPUS else device.platform
     rows = [option for option in TRIED[name] if option.platform == platform]
     known = _known(device, rows) if rows else {}
     return known if len(known) == len(rows) else {}
@@ -203,7 +206,7 @@ def compiler_options(
     device = processes.reachable(devices)
     given = dict(asked or {})
     named = {name: value for name, value in given.items() if value is not None}
-    platform = "gpu" if device.platform in _GPUS else device.platform
+    platform = "gpu" if device.platform in GPUS else device.platform
     given_by_user = {*given, *set_elsewhere()}
     ours = [
         option

@@ -23,7 +23,7 @@ def offload_table(choice: OffloadChoice) -> str:
         if group.leaves
     ]
     table = join_columns(header, rows, {1, 2})
-    return "\n".join([table, "", _outcome(choice), *_trials(choice)])
+    return "\n".join([table, "", _outcome(choice), *_holes(choice), *_trials(choice)])
 
 
 def why_chosen(choice: OffloadChoice, leaf: str, role: str) -> str:
@@ -36,6 +36,16 @@ def why_chosen(choice: OffloadChoice, leaf: str, role: str) -> str:
         f"offload={choice.asked!r} leaves it on the device: the step fits without, and "
         f"of the {role} no more goes than has to"
     )
+
+
+def _holes(choice: OffloadChoice) -> list[str]:
+    """What the estimates have for what no value fills."""
+    if not choice.holes:
+        return []
+    return [
+        f"with {choice.holes:.0%} more than lives at once, for the holes of the "
+        "compiler's heap (limits.TPU_HEAP_HOLES)"
+    ]
 
 
 def _trials(choice: OffloadChoice) -> list[str]:

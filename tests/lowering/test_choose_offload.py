@@ -70,6 +70,13 @@ def size_of(fewer: int) -> str:
     return f"{(WHOLE.without - fewer) / KIB} KiB"
 
 
+def test_a_plan_says_what_it_adds_for_holes() -> None:
+    assert WHOLE is not None
+    line = "with 50% more than lives at once, for the holes of the compiler's heap"
+    assert line not in offload_table(WHOLE)
+    assert line in offload_table(replace(WHOLE, holes=0.5))
+
+
 def test_what_leaves_are_to_a_step() -> None:
     assert WHOLE is not None
     roles = {group.role: set(group.leaves) for group in WHOLE.groups}

@@ -1,0 +1,73 @@
+"""What a plan says that a step takes of each device, beside what compilers say, for the
+programs of `criteria.py` and those of `host_memory.py` with their moments on the host.
+The compilers' figures are the rows in `results/`; plans are made anew, in a minute.
+Needs the extra `aot`, whose compilers make the meshes of devices that are not there.
+
+    python benchmarks/estimated_memory.py
+"""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import criteria_programs as programs
+from criteria_cases import CASES, CHIPS, Model
+from host_memory import CASES as WITH_HOST
+from stationary_table import table
+
+from shardfn.analysis import targets
+
+RESULTS = Path(__file__).parent / "results"
+NO_BOUND = "1000000GiB"
+COLUMNS = ("case", "target", "stored", "by the plan", "by the compiler", "of it")
+
+
+def estimate(model: Model, target: str, offload: Any = NO_BOUND) -> tuple[int, int]:
+    """Bytes that a device stores of a step's arguments, and that the step takes."""
+    mesh = targets.mesh(target)
+    step = programs.sharded(model, mesh, offload=offload)
+    plan = step.plan(*programs.arguments(model, mesh.size))
+    assert plan.offload is not None
+    stored = sum(group.bytes for group in plan.offload.groups)
+    return stored, plan.offload.without
+
+
+def compiled(chip: str, name: str, program: str) -> dict[str, Any]:
+    """The kept row of a program, empty if there is none."""
+    path = RESULTS / chip / f"{name}.json"
+    return json.loads(path.read_text()).get(program, {}) if path.exists() else {}
+
+
+def rows() -> Iterator[tuple[str, str, int, int, int]]:
+    """Case, target, bytes stored, taken by the plan, and by the compiler."""
+    for chip in CHIPS:
+        for name, case in CASES.items():
+            row = compiled(chip, name, "shardfn")
+            if "temp" in row:
+                target = case.target(chip)
+                stored, planned = estimate(case.model, target)
+                yield name, target, stored, planned, stored + row["temp"]
+    for name, case in WITH_HOST.items():
+        row = compiled(case.chip, f"host-{name}", "moments")
+        if "peak" in row:
+            offload = {"opt/*": "host", "params/*": NO_BOUND}
+            stored, planned = estimate(case.model, case.target, offload)
+            yield f"{name}, moments", case.target, stored, planned, row["peak"]
+
+
+def main() -> None:
+    cells = []
+    for name, target, stored, planned, found in rows():
+        print(name, target, file=sys.stderr)
+        sizes = [f"{size / 2**30:,.2f} GiB" for size in (stored, planned, found)]
+        cells.append([name, target, *sizes, f"{planned / found:.2f}"])
+    print(table(COLUMNS, iter(cells)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""What a compiler makes of an operation: a part of what reads it, a view, a pass of its
+own, or one over the memory of an operand.
+
+In: a node. Out: what its rule says of that; the plan's estimate of memory reads it.
+"""
+
+from shardfn._core.compat import primitives
+from shardfn._core.program import ZERO, Node, Program, aval_of
+
+_WRITES_INTO = primitives(
+    *("scatter", "scatter-add", "scatter-sub", "scatter-mul"),
+    *("scatter-min", "scatter-max", "dynamic_update_slice"),
+)
+_ADDS_INTO = primitives("scatter-add")
+_ADDS = primitives("add", "add_any")
+_PICKS = primitives("gather", "dynamic_slice")
+
+
+def is_view(program: Program, node: Node) -> bool:
+    """Whether a node's result has the elements of its only operand."""
+    if node.kind != "op" or node.rule is None or len(node.inputs) != 1:
+        return False
+    given, made = aval_of(program, node.inputs[0]), aval_of(program, node.outputs[0])
+    alike = given.dtype == made.dtype and given.size == made.size
+    return alike and bool(node.rule.linear)
+
+
+def is_pointwise(node: Node) -> bool:
+    """Whether each element of a result is made of one of each operand at most."""
+    rule = node.rule
+    if node.kind != "op" or rule is None or rule.reduce or node.eqn.effects:
+        return False
+    moved = rule.whole or rule.shifts or rule.blocks or rule.regroups
+    return rule.flat or not moved
+
+
+def fuses(node: Node, operand: int) -> bool:
+    """Whether an operation may make an operand inside of it, each element where it is
+    read."""
+    if node.kind != "op" or node.rule is None or operand < 0:
+        return False
+    if writes_into(node):
+        return operand > 0 or adds_to_zeros(node)
+    reduces = node.rule.flat or len(node.inputs) == 1
+    return reduces or is_pointwise(node) or node.eqn.primitive in _PICKS
+
+
+def writes_into(node: Node) -> bool:
+    """Whether a result has the elements of the first operand but for some."""
+    return node.kind == "op" and node.eqn.primitive in _WRITES_INTO
+
+
+def adds_to_zeros(node: Node) -> bool:
+    """Whether it is a scatter that adds to zeros. XLA has no zeros then if only one
+    addition reads it: it adds to the other term."""
+    return node.eqn.primitive in _ADDS_INTO and node.kinds[0] == ZERO
+
+
+def adds(node: Node) -> bool:
+    """Whether it is an addition."""
+    return node.kind == "op" and node.eqn.primitive in _ADDS

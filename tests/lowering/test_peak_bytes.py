@@ -1,0 +1,144 @@
+"""In: steps whose memory one can work out, and programs that were compiled for H100s.
+Out: what their plans say that they take of a device.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from plan_helpers import cpu_mesh
+from tiers import tiered
+
+import shardfn
+from shardfn._core.limits import TPU_HEAP_HOLES
+from shardfn._lowering.xla_options import NOT_DELAYED, tried
+from shardfn.analysis import targets
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+RESULTS = BENCHMARKS / "results" / "h100"
+TENTH = 0.1
+
+H100, V5E = "h100:8", "tpu:v5e:2x4"
+FLOAT = 4
+ROWS, WIDTH, VOCABULARY, LAYERS = 64, 32, 4096, 3
+LOCAL = ROWS // 8
+
+
+def taken(loss: Callable[..., Any], params: Any, batch: Any, **options: Any) -> int:
+    """Bytes that gradient descent takes, by its plan, beyond its arguments."""
+
+    def train(params: Any, batch: Any) -> Any:
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        return jax.tree.map(lambda p, g: p - g, params, grads), value
+
+    mesh = options.pop("mesh", cpu_mesh(8))
+    step = shardfn.fully_shard(
+        train, mesh, offload="1GiB", stationary=False, min_size=16, **options
+    )
+    choice = step.plan(params, batch).offload
+    assert choice is not None
+    given = sum(x.size * FLOAT for x in jax.tree.leaves((params, batch)))
+    return choice.without - given // 8
+
+
+def floats(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+X = floats(ROWS, WIDTH)
+
+
+def test_exponentials_are_made_where_they_are_read() -> None:
+    def weights_of(scores: jax.Array) -> jax.Array:
+        return jnp.exp(scores - jnp.max(scores, axis=1, keepdims=True))
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        e = weights_of(x @ w)
+        return jnp.mean(e / jnp.sum(e, axis=1, keepdims=True), dtype=jnp.float32)
+
+    # The scores, which their gradient is written over; the weight is small.
+    scores = LOCAL * VOCABULARY * FLOAT
+    found = taken(loss, floats(2, VOCABULARY), floats(ROWS, 2))
+    assert scores <= found < 1.5 * scores
+
+
+def test_a_scatter_into_zeros_adds_to_the_other_gradient() -> None:
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        low = x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)
+        logits = low.astype(jnp.float32)
+        picked = jnp.take_along_axis(logits, jnp.zeros((ROWS, 1), jnp.int32), axis=1)
+        return jnp.mean(jax.nn.logsumexp(logits, axis=1, keepdims=True) - picked)
+
+    # The other gradient, the sum of both, and a weight that is small beside them.
+    logits = LOCAL * VOCABULARY * FLOAT
+    found = taken(loss, floats(2, VOCABULARY), floats(ROWS, 2))
+    assert 2 * logits <= found < 2.5 * logits
+
+
+def scanned(w: jax.Array, x: jax.Array) -> jax.Array:
+    @jax.checkpoint
+    def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+        return jnp.tanh(x @ w), None
+
+    return jnp.mean(jax.lax.scan(layer, x, w)[0])
+
+
+@pytest.mark.aot(H100)
+def test_sums_that_wait_hold_the_terms_of_an_iteration() -> None:
+    mesh = targets.mesh(H100)
+    off = tried(tuple(mesh.devices.flat), NOT_DELAYED)
+    wide = 16 * WIDTH
+    given = floats(LAYERS, wide, wide), floats(ROWS, wide)
+    waiting = taken(scanned, *given, mesh=mesh)
+    without = taken(scanned, *given, mesh=mesh, compiler_options=off)
+    assert off and waiting - without == wide * wide * FLOAT
+
+
+@pytest.mark.aot(V5E)
+def test_heaps_of_tpus_have_holes() -> None:
+    given = floats(LAYERS, WIDTH, WIDTH), X
+    without = taken(scanned, *given)
+    assert taken(scanned, *given, mesh=targets.mesh(V5E)) == (
+        without + int(without * TPU_HEAP_HOLES)
+    )
+
+
+def test_stacks_are_not_made_over_the_slices_that_are_read() -> None:
+    wide = 64  # so that a layer's activations, of 8 rows, are as large as its shard
+    layers, activations = 50, 50 * LOCAL * wide * FLOAT
+    gradients = layers * wide * wide * FLOAT // 8
+    assert activations == gradients
+    found = taken(scanned, floats(layers, wide, wide), floats(ROWS, wide))
+    assert found >= activations + gradients
+
+
+@pytest.fixture(scope="module")
+def estimated() -> Any:
+    """benchmarks/estimated_memory.py."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
+        import estimated_memory
+    return estimated_memory
+
+
+COMPILED = sorted(
+    path.stem
+    for path in RESULTS.glob("*.json")
+    if "temp" in json.loads(path.read_text()).get("shardfn", {})
+)
+QUICK = ("gpt-0.9b-64", "gpt-175b-128", "llama-7b-64")
+
+
+@pytest.mark.aot(H100)
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("name", tiered(COMPILED, QUICK))
+def test_estimates_are_within_a_tenth_of_the_compilers(name: str, estimated: Any):
+    case = estimated.CASES[name]
+    stored, planned = estimated.estimate(case.model, case.target("h100"))
+    found = stored + estimated.compiled("h100", name, "shardfn")["temp"]
+    assert abs(planned - found) <= TENTH * found
