@@ -48,8 +48,7 @@ MEANING = {
     MERGED: "moved once with another line, so the value lives in between",
     SHARED: "moved once with another line, as this backend merges equal collectives, "
     "whatever keeps them apart; GPUs and TPUs do not",
-    ONCE: "moved once with a line of another loop or call in the same pass, which "
-    "computes the same",
+    ONCE: "moved once with another line of the same pass, which computes the same",
     HOISTED: "gathered once in front of a loop and not in each iteration, so the value "
     "lives through all of them",
     INVARIANT: "moved in front of a loop, as it is the same in every iteration; what "

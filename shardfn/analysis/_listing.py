@@ -29,6 +29,7 @@ from shardfn._core.program import Program
 from shardfn._core.quantized import SCALE_BYTES
 from shardfn._core.sharding import Axes, Sharding, Split
 from shardfn._core.step_order import together
+from shardfn.analysis._computed_alike import computed_alike
 from shardfn.analysis._explain import LeafLayout, Operation
 from shardfn.analysis._live_runs import Runs, count_runs
 from shardfn.analysis._move_reason import Why
@@ -175,7 +176,7 @@ def _walk(
 ) -> Iterator[Line]:
     """Every collective that runs, `times` times if not `counted`, and the bytes of the
     parameters that it gathers."""
-    users = _users(program, body)
+    users, first = _users(program, body), computed_alike(program)
     for index, step in enumerate(body.steps):
         if isinstance(step, Reshard):
             runs = times if counted is None else counted.get((at.place, index), 0)
@@ -183,7 +184,7 @@ def _walk(
                 continue
             steps = together(body.steps, index)
             each = [
-                list(_moves(program, s, users.get(s.result), axes, runs, at))
+                list(_moves(program, s, users.get(s.result), axes, runs, at, first))
                 for s in steps
             ]
             yield from map(_joined, zip(*each, strict=True))
@@ -206,12 +207,14 @@ def _moves(
     axes: Axes,
     times: int | None,
     at: Surroundings,
+    first: Mapping[int, int],
 ) -> Iterator[Line]:
     place, fallback = user or ("", "")
-    names = program.leaf(step.source.value)
+    moved = step.source.value
+    names = program.leaf(moved)
     size = math.prod(step.part_shape) * step.itemsize
-    outside = at.runs_outside(step.source.value)
-    rounds = at.runs_of_rounds(step.source.value)
+    outside = at.runs_outside(moved)
+    rounds = at.runs_of_rounds(moved)
     for index, move in communicating_moves(step, axes):
         gathers = isinstance(move, AllGather) and step.stored
         how, each = move.quantized, move.sent_itemsize(step.itemsize)
@@ -240,7 +243,8 @@ def _moves(
                     devices=message.devices,
                     reduces=move.reduces,
                     gradient=step.during.gradient,
-                    value=at.identity(step.source.value),
+                    value=at.identity(moved),
+                    alike=at.identity(first.get(moved, moved)),
                     body=at.place,
                     hoisted=frozenset(n * message.times for n in outside),
                     unrolled=frozenset(n * message.times for n in rounds),

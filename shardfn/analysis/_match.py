@@ -76,7 +76,7 @@ def verify(
     scales = {
         i: need_of(scales_of(c), axes) for i, c in enumerate(collectives) if c.scales
     }
-    needs = [*lines, *scales.values()]
+    needs = [*_repeats_last(lines), *scales.values()]
     found = read_collectives(hlo_text)
     automatic = tuple(c for c in found if _is_automatic(c, axes))
     supplies = [
@@ -100,6 +100,19 @@ def verify(
     )
     extra = (replace(s.collective, times=s.runs) for s in supplies if s.runs)
     return Verification(checks, tuple(extra), automatic)
+
+
+def _repeats_last(needs: Sequence[Need]) -> list[Need]:
+    """Lines, those last of which an earlier one computes the same: they are what is
+    not found where a compiler merges both and leaves no names."""
+    seen: dict[object, list[Need]] = {}
+    repeats: set[int] = set()
+    for need in needs:
+        others = seen.setdefault(need.line.alike, [])
+        if any(_computes_same(need, other) for other in others):
+            repeats.add(id(need))
+        others.append(need)
+    return sorted(needs, key=lambda need: id(need) in repeats)
 
 
 def _check(
@@ -193,6 +206,8 @@ def _status(need: Need, needs: Iterable[Need], platform: str) -> str:
         return SHARED if enough else MISSING
     if any(_is_apart(need, other) for other in whole):
         return ONCE
+    if any(_computes_same(need, other) and not other.runs for other in needs):
+        return ONCE
     if whole and need.line.hoisted and compat.hoists_gathers(platform):
         return SHARED
     return MERGED if whole else MISSING
@@ -227,6 +242,18 @@ def _is_twin(need: Need, other: Need) -> bool:
         return a.path == b.path if a.path else a.value == b.value
     moves = [[why.move for why in line.why] for line in (a, b)]
     return a.value == b.value and moves[0] == moves[1] and len(moves[0]) == 1
+
+
+def _computes_same(need: Need, other: Need) -> bool:
+    """Whether two lines of one pass reduce in the same way what the step itself
+    computes twice: a compiler for one device merges that, too. Gathers are kept apart
+    for memory, so they are not meant."""
+    a, b = need.line, other.line
+    if not (a.reduces and a.alike) or a.alike != b.alike or a.value == b.value:
+        return False
+    at = [(x.phase, x.gradient, x.op, x.axis, x.dtype, x.elements) for x in (a, b)]
+    moves = [[why.move for why in line.why] for line in (a, b)]
+    return at[0] == at[1] and moves[0] == moves[1] and len(moves[0]) == 1
 
 
 def _is_apart(need: Need, other: Need) -> bool:

@@ -37,6 +37,8 @@ class Collective:
         one moves. The shape is then that of their concatenation.
       value: which value of the program is moved: the same for moves of it in several
         bodies.
+      alike: the first value of its body that is computed as it is; see
+        `_computed_alike`.
       body: which body of the plan it is in.
       hoisted: how often it would run in front of a loop around it in which it is the
         same in every iteration, or of several of them; empty if there is none.
@@ -66,6 +68,7 @@ class Collective:
     reduces: str = ""
     gradient: int = 0
     value: tuple[int, ...] = field(default=(), compare=False)
+    alike: tuple[int, ...] = field(default=(), compare=False, repr=False)
     body: tuple[int, ...] = field(default=(), compare=False)
     hoisted: frozenset[int] = field(default=frozenset(), compare=False, repr=False)
     unrolled: frozenset[int] = field(default=frozenset(), compare=False, repr=False)

@@ -4,6 +4,7 @@ Out: `verify` finds each line in what it became, and refuses what is another pro
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -91,6 +92,29 @@ def test_a_name_tells_which_of_equal_sums_is_there() -> None:
         "present",
         "present",
     ]
+
+
+@pytest.mark.parametrize(
+    "found, statuses, alike",
+    [
+        ((1, 1), "present once present", True),
+        ((2,), "present once present", True),
+        ((1,), "present once missing", True),
+        ((), "missing missing missing", True),
+        ((1, 1), "present present missing", False),
+    ],
+)
+def test_of_sums_that_compute_the_same_one_has_to_be_there(
+    found: Any, statuses: str, alike: bool
+) -> None:
+    """The first two of three lines; nothing in the program says which are there."""
+    why = (SimpleNamespace(move="a sum"),)
+    lines = [
+        replace(line, value=(i,), alike=(max(i, 1) if alike else i,), why=why)
+        for i, line in enumerate(planned(1, 1, 1))
+    ]
+    result = verify(lines, AXES, sums(*found))
+    assert " ".join(c.status for c in result.lines) == statuses
 
 
 def test_what_cannot_be_told_is_said_to_be_so() -> None:

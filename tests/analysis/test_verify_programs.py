@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -307,3 +308,33 @@ def test_a_line_is_not_taken_for_another_of_as_many_elements() -> None:
     result = checked(trained(loss), SQUARES[:2], jnp.ones((8, 8)), **asked)
     assert result.ok, result.problems()
     assert len(result.having("promoted")) == 1
+
+
+def normed(own: Any) -> Any:
+    """Clips by a global norm, and returns one that it computes by itself."""
+
+    def step(p: Any, x: jax.Array) -> Any:
+        grads = jax.grad(lambda p: jnp.mean((x @ p["a"]) @ p["b"]))(p)
+        clipped, _ = optax.clip_by_global_norm(1.0).update(grads, optax.EmptyState())
+        norm = jnp.sqrt(sum(jnp.sum(own(g)) for g in jax.tree.leaves(grads)))
+        return optax.apply_updates(p, clipped), norm
+
+    return step
+
+
+@pytest.mark.parametrize(
+    "own, statuses",
+    [
+        (lambda g: g * g, ("present", "once")),
+        (jnp.square, ("present", "once")),
+        (lambda g: g**2, ("present", "once")),
+        (lambda g: g * jnp.abs(g), ("present", "present")),
+    ],
+    ids=["product", "square", "power", "another"],
+)
+def test_a_sum_that_a_step_makes_twice_is_found_once(own: Any, statuses: Any) -> None:
+    state = {"a": jnp.ones((8, 16)), "b": jnp.ones((16, 8))}
+    result = checked(normed(own), state, jnp.ones((16, 8)))
+    assert result.ok, result.problems()
+    found = [c.status for c in result.lines if c.line.op == "all_reduce"]
+    assert tuple(found) == statuses
