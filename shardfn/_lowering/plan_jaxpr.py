@@ -6,7 +6,7 @@ its program and its scheduled plan.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardfn._core.automatic_axes import AutoSplit
@@ -20,7 +20,7 @@ from shardfn._lowering.choose_owners import OwnersChoice, choose_owners
 from shardfn._lowering.choose_stationary import StationaryChoice, choose_stationary
 from shardfn._lowering.sent_bytes import Made, uses_of
 from shardfn._propagation.automatic_axes import split_automatically
-from shardfn._propagation.propagate import propagate
+from shardfn._propagation.propagate import Known, propagate
 from shardfn._propagation.stationary import can_stay, is_padded, stationary
 from shardfn._schedule.host_transfers import host_transfers
 from shardfn._schedule.pipeline import schedule
@@ -124,7 +124,12 @@ def plan_jaxpr(
 @dataclass(frozen=True, slots=True)
 class Planner:
     """Plans one program with some leaves of its state stationary; arguments as of
-    `plan_jaxpr`."""
+    `plan_jaxpr`.
+
+    Attributes:
+      known: by program, and by `whole` of `propagate`, what earlier plans decided: each
+        choice plans the program many times, and most of it stays as it was.
+    """
 
     program: Program
     inputs: Sequence[Sharding]
@@ -133,6 +138,7 @@ class Planner:
     small: int
     control: Control
     facts: StepFacts | None
+    known: dict[tuple[Program, bool], Known] = field(default_factory=dict)
 
     def choose(self) -> tuple[Made, StationaryChoice]:
         """The plan that sends least, of those with leaves staying that may."""
@@ -173,14 +179,17 @@ class Planner:
         `propagate`."""
         program, axes, control = self.program, self.axes, self.control
         inputs, required = self.marked(stays)
-        body = propagate(program, inputs, required, axes, self.small, control, whole)
+        known = self.known.setdefault((program, whole), Known())
+        asked = axes, self.small, control, whole
+        body = propagate(program, inputs, required, *asked, known)
         even = required
         if self.facts is not None:
             even = _without_padding(program, body, required, axes)
         wider = widen(program, body, control)
         if wider is not program or even != required:
+            known = known if wider is program else None
             program = wider
-            body = propagate(program, inputs, even, axes, self.small, control, whole)
+            body = propagate(program, inputs, even, *asked, known)
         if self.facts is not None:
             body = split_automatically(
                 program, body, self.facts.auto_inputs, self.facts.auto_outputs

@@ -11,7 +11,6 @@ they are made, until a round changes nothing. Any round's decisions are a correc
 import itertools
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from shardfn._core.control import NOTHING_ASKED, Control
 from shardfn._core.leaves import Names
@@ -37,6 +36,22 @@ GREW = Note(
 
 
 @dataclass(slots=True)
+class Known:
+    """What plans of one program share, however its arguments are stored, if all else
+    that they are asked is the same: most of two such plans is.
+
+    Attributes:
+      ops: by equation, and by what is around it, what was decided.
+      bodies: plans of control flow's bodies, by what `Solver.solve` is given.
+      backward: what backward passes share; it knows decisions by their `id`.
+    """
+
+    ops: dict[Hashable, Decision] = field(default_factory=dict)
+    bodies: dict[Hashable, Solved] = field(default_factory=dict)
+    backward: Memo = field(default_factory=Memo)
+
+
+@dataclass(slots=True)
 class Solver:
     """Solves the bodies of one traced step.
 
@@ -47,6 +62,7 @@ class Solver:
       control: which sums of loops to leave unreduced until after them.
       whole: whether small sums behind stationary leaves are all-reduced.
       fed: by leaf, the mesh axis along which gradients stay terms for a residual.
+      known: what was decided before.
     """
 
     axes: Axes
@@ -54,9 +70,7 @@ class Solver:
     control: Control
     whole: bool = False
     fed: Mapping[Names, int] = field(default_factory=dict)
-    memo: dict[Any, Solved] = field(default_factory=dict)
-    ops: dict[Hashable, Decision] = field(default_factory=dict)
-    backward_memo: Memo = field(default_factory=Memo)
+    known: Known = field(default_factory=Known)
 
     def solve(
         self,
@@ -85,17 +99,30 @@ class Solver:
             tuple(preferences),
             tuple(may_stay_unreduced),
         )
-        if key not in self.memo:
-            self.memo[key] = _Body(
-                self,
-                program,
-                inputs,
-                required,
-                preferences,
-                may_stay_unreduced,
-                self.decider(program, inputs),
-            ).solve()
-        return self.memo[key]
+        if key not in self.known.bodies:
+            self.known.bodies[key] = self.solved(
+                program, inputs, required, preferences, may_stay_unreduced
+            )
+        return self.known.bodies[key]
+
+    def solved(
+        self,
+        program: Program,
+        inputs: Sequence[Sharding],
+        required: Sequence[Sharding | None],
+        preferences: Sequence[Preferences],
+        may_stay_unreduced: Sequence[frozenset[int]],
+    ) -> Solved:
+        """Plans one program, and does not keep its plan."""
+        return _Body(
+            self,
+            program,
+            inputs,
+            required,
+            preferences,
+            may_stay_unreduced,
+            self.decider(program, inputs),
+        ).solve()
 
     def decider(self, program: Program, inputs: Sequence[Sharding]) -> Decider:
         """Of the nodes of a program that is about to be solved."""
@@ -108,7 +135,7 @@ class Solver:
             self.small,
             self.control,
             self.solve,
-            self.ops,
+            self.known.ops,
             least_sources(program) if stays else {},
             self.whole and stays,
             self.fed,
@@ -172,7 +199,7 @@ class _Body:
             self.output_preferences,
             self.may_stay_unreduced,
             self.solver.axes,
-            self.solver.backward_memo,
+            self.solver.known.backward,
         )
 
     def note_grown(
@@ -212,8 +239,10 @@ class _Body:
         half says something new, or on a value whose sharding changes thereby."""
         moved: set[int] = set()
         for index, node in enumerate(self.program.nodes):
-            same = node.kind == "op" and changes.isdisjoint(node.outputs)
-            if same and not any(isinstance(a, int) and a in moved for a in node.inputs):
+            inputs = [a for a in node.inputs if isinstance(a, int)]
+            same = changes.isdisjoint(node.outputs) and moved.isdisjoint(inputs)
+            # Bodies of control flow are given what is preferred of operands, too.
+            if same and (node.kind == "op" or changes.isdisjoint(inputs)):
                 continue
             decision = self.decider.decide(node, backward)
             self.decisions[index] = decision
@@ -231,6 +260,7 @@ def propagate(
     small: int,
     control: Control = NOTHING_ASKED,
     whole: bool = False,
+    known: Known | None = None,
 ) -> BodyPlan:
     """Plans a whole step.
 
@@ -243,11 +273,14 @@ def propagate(
       control: what is asked of the sums that loops accumulate.
       whole: whether small sums behind stationary leaves are all-reduced, rather than
         scattered to be gathered again.
+      known: what plans of this program decided that differ in `inputs` and `required`
+        alone; this one adds to it. The program must live as long.
 
     Returns:
       The plan of the step, before any schedule pass.
     """
-    solver = Solver(axes, small, control, whole, _fed(program, axes))
+    fed = _fed(program, axes)
+    solver = Solver(axes, small, control, whole, fed, known or Known())
     preferences = [
         tuple(frozenset({s}) if isinstance(s, Split) else frozenset({None}) for s in r)
         if r is not None
@@ -255,7 +288,9 @@ def propagate(
         for r in required
     ]
     may_stay_unreduced = [frozenset[int]()] * len(required)
-    return solver.solve(program, inputs, required, preferences, may_stay_unreduced).plan
+    return solver.solved(
+        program, inputs, required, preferences, may_stay_unreduced
+    ).plan
 
 
 def _fed(program: Program, axes: Axes) -> dict[Names, int]:

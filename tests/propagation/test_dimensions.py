@@ -2,6 +2,7 @@
 which the leaves are best stored, with which less is sent and the same computed.
 """
 
+from collections import Counter
 from typing import Any
 
 import jax
@@ -12,6 +13,8 @@ import pytest
 from plan_helpers import cpu_mesh
 
 import shardfn
+from shardfn._lowering.plan_jaxpr import Planner
+from shardfn._propagation.decide_node import Decider
 from shardfn.testing import assert_same
 
 ROWS, D, F, HEADS, VOCAB = 8, 64, 256, 8, 512
@@ -140,3 +143,26 @@ def test_leaves_that_are_gathered_are_stored_as_they_are() -> None:
     ids = jax.ShapeDtypeStruct((64 * F,), jnp.int32)
     step = shardfn.fully_shard(train_step, cpu_mesh(8), min_size=D)
     assert step.best_dimensions(jax.eval_shape(lambda: plain), ids) == {}
+
+
+def test_plans_that_are_compared_share_what_they_decide(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each trial decides no more than what it changes."""
+    calls: Counter[str] = Counter()
+
+    def count(owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+
+        def counted(*args: Any, **named: Any) -> Any:
+            calls[name] += 1
+            return function(*args, **named)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    count(Planner, "plan")
+    count(Decider, "op")
+    step, state, batch = training()
+    shardfn.fully_shard(step, cpu_mesh(8), min_size=0).plan(state, batch)
+    assert calls["plan"] > 20
+    assert calls["op"] < 100 * calls["plan"]  # 185 if each plan begins anew
