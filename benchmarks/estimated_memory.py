@@ -1,6 +1,7 @@
 """What a plan says that a step takes of each device, beside what compilers say, for the
-programs of `criteria.py` and those of `host_memory.py` with their moments on the host.
-The compilers' figures are the rows in `results/`; plans are made anew, in a minute.
+programs of `criteria.py`, those of `host_memory.py` with their moments on the host, and
+the other models of `scaling.py` on H100s. The compilers' figures are the rows in
+`results/`; plans are made anew, in two minutes.
 Needs the extra `aot`, whose compilers make the meshes of devices that are not there.
 
     python benchmarks/estimated_memory.py
@@ -16,22 +17,29 @@ from typing import Any
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import criteria_programs as programs
+import scaling
 from criteria_cases import CASES, CHIPS, Model
 from host_memory import CASES as WITH_HOST
 from stationary_table import table
 
+import shardfn
 from shardfn.analysis import targets
 
 RESULTS = Path(__file__).parent / "results"
 NO_BOUND = "1000000GiB"
+OTHERS = ("dhen", "bert-large", "resnet-50")
 COLUMNS = ("case", "target", "stored", "by the plan", "by the compiler", "of it")
 
 
 def estimate(model: Model, target: str, offload: Any = NO_BOUND) -> tuple[int, int]:
-    """Bytes that a device stores of a step's arguments, and that the step takes."""
+    """Bytes that a device stores of a step's state, and that the step takes."""
     mesh = targets.mesh(target)
     step = programs.sharded(model, mesh, offload=offload)
-    plan = step.plan(*programs.arguments(model, mesh.size))
+    return planned_by(step.plan(*programs.arguments(model, mesh.size)))
+
+
+def planned_by(plan: shardfn.Plan) -> tuple[int, int]:
+    """The same, of a plan with a bound."""
     assert plan.offload is not None
     stored = sum(group.bytes for group in plan.offload.groups)
     return stored, plan.offload.without
@@ -58,6 +66,14 @@ def rows() -> Iterator[tuple[str, str, int, int, int]]:
             offload = {"opt/*": "host", "params/*": NO_BOUND}
             stored, planned = estimate(case.model, case.target, offload)
             yield f"{name}, moments", case.target, stored, planned, row["peak"]
+    for key, row in json.loads((RESULTS / "scaling.json").read_text()).items():
+        name, target = key.rsplit(" ", 1)
+        if name in OTHERS and target.startswith("h100"):
+            case, mesh = scaling.CASES[name], targets.mesh(target)
+            step, *arguments = case.make(mesh.size)
+            options = {**case.options, "offload": NO_BOUND}
+            plan = shardfn.fully_shard(step, mesh, **options).plan(*arguments)
+            yield name, target, *planned_by(plan), row["peak"]
 
 
 def main() -> None:

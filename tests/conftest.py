@@ -69,6 +69,9 @@ word."""
 TESTS_BETWEEN = 10
 """Counting them takes 20 ms where there are as many as that."""
 
+RUN = pytest.StashKey[int]()
+"""How many tests have run."""
+
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
@@ -77,10 +80,6 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if run % TESTS_BETWEEN == 0 and _mappings() > MOST_MAPPINGS:
         jax.clear_caches()
         gc.collect()
-
-
-RUN = pytest.StashKey[int]()
-"""How many tests have run."""
 
 
 def _mappings() -> int:

@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardfn._core import processes
 from shardfn._core.limits import TPU_HEAP_HOLES
-from shardfn._lowering.xla_options import GPUS, NOT_DELAYED, TRIED
+from shardfn._lowering.xla_options import NOT_DELAYED, TRIED, device_and_platform
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +35,9 @@ def heap_of(devices: Sequence[Any], options: Mapping[str, Any]) -> Heap:
     Returns:
       What is known of it.
     """
-    platform = processes.reachable(devices).platform
+    _, platform = device_and_platform(devices)
     if platform == "tpu":
         return Heap(holes=TPU_HEAP_HOLES)
     spellings = (pair for option in TRIED[NOT_DELAYED] for pair in option.spellings)
     asked = any(options.get(name) == value for name, value in spellings)
-    return Heap(delays_sums=platform in GPUS and not asked)
+    return Heap(delays_sums=platform == "gpu" and not asked)

@@ -26,8 +26,7 @@ Flags = tuple[tuple[str, Any], ...]
 _INVALID = "INVALID_ARGUMENT: "
 _VALUES = (str, int, float, bool, type(None))
 
-GPUS = ("gpu", "cuda", "rocm")
-"""What JAX calls the platform of GPUs."""
+_GPUS = ("gpu", "cuda", "rocm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,11 +157,16 @@ TRIED = {
 tuning compiles a step with it. github.com/openxla/xla, docs/flags_guidance.md."""
 
 
+def device_and_platform(devices: Sequence[Any]) -> tuple[Any, str]:
+    """One of these devices, and their platform, "gpu" for all GPUs."""
+    device = processes.reachable(devices)
+    return device, "gpu" if device.platform in _GPUS else device.platform
+
+
 def tried(devices: Sequence[Any], name: str) -> dict[str, Any]:
     """The options of one row of `TRIED`, as the compiler of these devices spells them;
     nothing if it is another platform's, or does not know one of them."""
-    device = processes.reachable(devices)
-    platform = "gpu" if device.platform in GPUS else device.platform
+    device, platform = device_and_platform(devices)
     rows = [option for option in TRIED[name] if option.platform == platform]
     known = _known(device, rows) if rows else {}
     return known if len(known) == len(rows) else {}
@@ -203,10 +207,9 @@ def compiler_options(
       ShardingError: the user names an option that it does not know, or a value that the
         option does not take.
     """
-    device = processes.reachable(devices)
+    device, platform = device_and_platform(devices)
     given = dict(asked or {})
     named = {name: value for name, value in given.items() if value is not None}
-    platform = "gpu" if device.platform in GPUS else device.platform
     given_by_user = {*given, *set_elsewhere()}
     ours = [
         option

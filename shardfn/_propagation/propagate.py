@@ -79,6 +79,7 @@ class Solver:
         required: Sequence[Sharding | None],
         preferences: Sequence[Preferences],
         may_stay_unreduced: Sequence[frozenset[int]],
+        shared: bool = True,
     ) -> Solved:
         """Plans one program.
 
@@ -88,6 +89,7 @@ class Solver:
           required: shardings that its outputs must have; None for any.
           preferences: what the consumers of its outputs would take.
           may_stay_unreduced: the mesh axes along which an output may stay so.
+          shared: whether other plans share what is found.
 
         Returns:
           The plan, and what the program prefers its arguments in.
@@ -99,30 +101,21 @@ class Solver:
             tuple(preferences),
             tuple(may_stay_unreduced),
         )
-        if key not in self.known.bodies:
-            self.known.bodies[key] = self.solved(
-                program, inputs, required, preferences, may_stay_unreduced
-            )
-        return self.known.bodies[key]
-
-    def solved(
-        self,
-        program: Program,
-        inputs: Sequence[Sharding],
-        required: Sequence[Sharding | None],
-        preferences: Sequence[Preferences],
-        may_stay_unreduced: Sequence[frozenset[int]],
-    ) -> Solved:
-        """Plans one program, and does not keep its plan."""
-        return _Body(
+        if key in self.known.bodies:
+            return self.known.bodies[key]
+        decider = self.decider(program, inputs)
+        found = _Body(
             self,
             program,
             inputs,
             required,
             preferences,
             may_stay_unreduced,
-            self.decider(program, inputs),
+            decider,
         ).solve()
+        if shared:
+            self.known.bodies[key] = found
+        return found
 
     def decider(self, program: Program, inputs: Sequence[Sharding]) -> Decider:
         """Of the nodes of a program that is about to be solved."""
@@ -288,8 +281,8 @@ def propagate(
         for r in required
     ]
     may_stay_unreduced = [frozenset[int]()] * len(required)
-    return solver.solved(
-        program, inputs, required, preferences, may_stay_unreduced
+    return solver.solve(
+        program, inputs, required, preferences, may_stay_unreduced, shared=False
     ).plan
 
 
