@@ -268,7 +268,7 @@ def pipeline() -> str:
         "lower",
         local,
     ]
-    return flow("The stages of fully_shard", [row], width=104)
+    return flow("The stages of fully_shard", [row], width=118)
 
 
 def trace() -> str:
@@ -311,7 +311,7 @@ def analysis() -> str:
 
 def values() -> str:
     """The three ways to lie along a mesh axis, and the moves between them."""
-    width, gap, y, height = 132.0, 128.0, 40.0, 46.0
+    width, gap, y, height = 132.0, 144.0, 40.0, 46.0
     names = [
         ("unreduced", "a term of the sum"),
         ("split", "a block"),
@@ -374,9 +374,9 @@ def storage() -> str:
                 parts.append(rect(x + column * cell, 30 + row * cell, cell, cell, kind))
         parts.append(text(x, 18, f"[{rows}, {columns}]"))
         parts.append(text(x, 30 + 8 * cell + 20, f"split: {said}", "small"))
-        x += max(columns * cell, 130) + 50
+        x += max(columns * cell, 160) + 30
     return svg(
-        x - 40, 30 + 8 * cell + 30, "What the third of four devices stores", parts
+        x - 20, 30 + 8 * cell + 30, "What the third of four devices stores", parts
     )
 
 
@@ -392,6 +392,7 @@ def wire() -> str:
     scale = 440 / max(float(sent) for _, _, sent, _ in table)
     for case, program, sent, _ in table:
         if case.strip():
+            y += 12 if parts else 0
             parts.append(text(0, y + 14, case.strip().split(", M")[0]))
             y += 24
         kind = "whole" if program.strip() == "shardfn" else "gradient"
