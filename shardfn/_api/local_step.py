@@ -119,8 +119,8 @@ class LocalStep(Generic[P, R]):
           **named: those of them that are passed by name.
 
         Returns:
-          What the step returns: the local shards of the new state, replicated scalars,
-          this device's part of per-example results.
+          What the step returns, with the local shards of the new state, replicated
+          scalars, this device's part of per-example results.
 
         Raises:
           ShardingError: the mesh axes are not bound here, or the state is unknown.

@@ -104,7 +104,7 @@ class StateMethods:
           state: pytree of arrays, on the host or on any device.
 
         Returns:
-          The same pytree, each leaf split as `shardings` says: over the mesh axis of
+          The same pytree, each leaf split as `shardings` says, over the mesh axis of
           `fully_shard`, and over other mesh axes as it comes in. A leaf that no
           dimension divides is stored padded, or flattened and padded.
         """

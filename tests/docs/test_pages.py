@@ -17,6 +17,7 @@ import pytest
 from sybil.document import SybilFailure
 
 DOCS = [page for page in pages.PAGES if page.is_relative_to(pages.DOCS)]
+RESULTS = pages.ROOT / "benchmarks" / "README.md"
 MKDOCS = (pages.ROOT / "mkdocs.yml").read_text()
 
 SECONDS = 300
@@ -127,6 +128,14 @@ def test_every_block_names_its_language(page: Path) -> None:
     assert set(fences[1::2]) <= {""}
 
 
+@pytest.mark.parametrize("page", [*pages.PAGES, RESULTS], ids=lambda page: page.name)
+def test_tables_have_a_mark_for_every_column(page: Path) -> None:
+    """With one too few, the site shows the rows as text."""
+    for head, marks in re.findall(r"^(\|.*)\n(\|[ |:-]+\|)$", page.read_text(), re.M):
+        columns = re.sub(r"`[^`]*`|\\\|", "", head)
+        assert columns.count("|") == marks.count("|"), head
+
+
 def test_every_page_is_in_the_menu() -> None:
     menu = re.findall(r"^ +- [^:\n]+: (\S+\.md)$", MKDOCS, re.MULTILINE)
     assert sorted(menu) == sorted(str(p.relative_to(pages.DOCS)) for p in DOCS)
@@ -161,8 +170,9 @@ def test_figures_show_what_is_true_now(name: str) -> None:
 
 
 def test_the_wire_figure_has_every_row_of_the_table() -> None:
-    table = (pages.ROOT / "benchmarks" / "README.md").read_text()
-    rows = re.findall(r"^\|[^|]*\| (?:shardfn|jit \+ NamedSharding) \|", table, re.M)
+    rows = re.findall(
+        r"^\|[^|]*\| (?:shardfn|jit \+ NamedSharding) \|", RESULTS.read_text(), re.M
+    )
     assert drawing().wire().count(" M</text>") == len(rows) > 2
 
 
