@@ -31,10 +31,11 @@ from shardfn._core.memories import HOST, kind_of
 from shardfn._core.offloading import OffloadChoice
 from shardfn._core.recent import Recent
 from shardfn._lowering.choose_offload import choose_offload
-from shardfn._lowering.heap import Heap, heap_of
+from shardfn._lowering.heap import heap_of
 from shardfn._lowering.planned_program import Planned
 from shardfn._lowering.shard_map import on_mesh
 from shardfn._lowering.xla_options import Asked, compiler_options
+from shardfn._schedule.peak_bytes import Heap
 from shardfn.storage._placement import Storage
 
 

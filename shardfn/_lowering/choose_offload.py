@@ -20,10 +20,9 @@ from shardfn._core.phases import UPDATE, Pass
 from shardfn._core.plan import Apply, Step, reads
 from shardfn._core.program import Node, Program, number_of
 from shardfn._core.sizes import local_bytes
-from shardfn._lowering.heap import Heap
-from shardfn._lowering.peak_bytes import peak_bytes
 from shardfn._lowering.plan_jaxpr import with_host_leaves
 from shardfn._lowering.planned_program import Planned
+from shardfn._schedule.peak_bytes import Heap, peak_bytes
 
 Bytes = Mapping[int, int]
 """Of leaves of the state, by position, the bytes that a device stores."""

@@ -5,24 +5,11 @@ plan's estimate of memory reads.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from shardfn._core.limits import TPU_HEAP_HOLES
 from shardfn._lowering.xla_options import NOT_DELAYED, TRIED, device_and_platform
-
-
-@dataclass(frozen=True, slots=True)
-class Heap:
-    """What a compiler does with memory.
-
-    Attributes:
-      delays_sums: whether the sums of a loop wait for an iteration, see `delayed_sums`.
-      holes: what its heap takes beyond what lives at once, as a part of that.
-    """
-
-    delays_sums: bool = False
-    holes: float = 0
+from shardfn._schedule.peak_bytes import Heap
 
 
 def heap_of(devices: Sequence[Any], options: Mapping[str, Any]) -> Heap:

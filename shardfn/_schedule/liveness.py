@@ -1,8 +1,7 @@
-"""How much a device's memory a step takes, by its plan.
+"""Which values of a plan live at once on a device.
 
-In: a program and its plan. Out: bytes: what a compiler fuses into what reads it, views,
-and what it writes in place of something else take none. An estimate: the compiler's own
-schedule and how it packs its buffers are not known to it.
+In: a program and its plan. Out: bytes, step by step: what a compiler fuses into what
+reads it, views, and what it writes in place of something else take none.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,37 +22,12 @@ from shardfn._core.plan import (
 from shardfn._core.program import Program
 from shardfn._core.sharding import Axes, Sharding
 from shardfn._core.sizes import local_bytes
-from shardfn._lowering import fusion
-from shardfn._lowering.delayed_sums import delayed_sums
-from shardfn._lowering.heap import Heap
-
-
-def peak_bytes(program: Program, body: BodyPlan, axes: Axes, heap: Heap) -> int:
-    """Bytes that one device takes for a whole step: arguments, and the most of what
-    lives at once besides.
-
-    Args:
-      program: the step.
-      body: its plan, with the copies between the memories if it has any.
-      axes: the mesh axes.
-      heap: how the compiler uses memory.
-
-    Returns:
-      The bytes.
-    """
-    arguments = sum(
-        local_bytes(program.avals[value], sharding, axes)
-        for i, (value, sharding) in enumerate(
-            zip(program.inputs, body.inputs, strict=True)
-        )
-        if i not in body.on_host
-    )
-    most = _Liveness(program, body, axes, heap.delays_sums, is_step=True).most()
-    return arguments + most + int(most * heap.holes)
+from shardfn._schedule import fusion
+from shardfn._schedule.delayed_sums import delayed_sums
 
 
 @dataclass(slots=True)
-class _Liveness:
+class Liveness:
     """The values of one body.
 
     Attributes:
@@ -76,8 +50,9 @@ class _Liveness:
     readers: dict[Ref, list[tuple[Step | HostStep, int]]] = field(default_factory=dict)
     known: dict[Ref, frozenset[Ref]] = field(default_factory=dict)
 
-    def most(self) -> int:
-        """The most bytes of what the body makes that live at once."""
+    def profile(self) -> list[int]:
+        """While each step runs, the bytes of what the body makes that live; 0 in the
+        end, so that there is one."""
         steps, outputs = self.body.run
         out = {ref for ref in (*outputs, *self.body.exports) if ref is not None}
         for step in steps:
@@ -98,7 +73,7 @@ class _Liveness:
         for ref, at in last.items():
             ends.setdefault(at, set()).add(ref)
         live: dict[Ref, int] = {}
-        most = 0
+        profile: list[int] = []
         for i, step in enumerate(steps):
             dying = ends.get(i, set())
             for ref, _ in self.makes(step):
@@ -111,10 +86,10 @@ class _Liveness:
                         break
                 if ref not in last:
                     dying = dying | {ref}
-            most = max(most, sum(live.values()) + self.inside(step))
+            profile.append(sum(live.values()) + self.inside(step))
             for ref in dying:
                 live.pop(ref, None)
-        return most
+        return [*profile, 0]
 
     def makes(self, step: Step | HostStep) -> Iterator[tuple[Ref, int]]:
         """What a step makes, and its bytes in the device's memory."""
@@ -234,7 +209,8 @@ class _Liveness:
         node = self.program.nodes[step.node]
         bodies = zip(node.bodies, step.bodies, strict=True)
         each = (
-            _Liveness(p, body, self.axes, self.delays_sums).most() for p, body in bodies
+            max(Liveness(p, body, self.axes, self.delays_sums).profile())
+            for p, body in bodies
         )
         waiting = delayed_sums(node, step, self.axes) if self.delays_sums else 0
         return max(each, default=0) + waiting

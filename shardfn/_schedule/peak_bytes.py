@@ -1,0 +1,50 @@
+"""How much of a device's memory a step takes, by its plan.
+
+In: a program and its plan, and how a compiler uses memory. Out: bytes. An estimate: the
+compiler's own schedule and how it packs its buffers are not known to it.
+"""
+
+from dataclasses import dataclass
+
+from shardfn._core.plan import BodyPlan
+from shardfn._core.program import Program
+from shardfn._core.sharding import Axes
+from shardfn._core.sizes import local_bytes
+from shardfn._schedule.liveness import Liveness
+
+
+@dataclass(frozen=True, slots=True)
+class Heap:
+    """What a compiler does with memory.
+
+    Attributes:
+      delays_sums: whether the sums of a loop wait for an iteration, see `delayed_sums`.
+      holes: what its heap takes beyond what lives at once, as a part of that.
+    """
+
+    delays_sums: bool = False
+    holes: float = 0
+
+
+def peak_bytes(program: Program, body: BodyPlan, axes: Axes, heap: Heap) -> int:
+    """Bytes that one device takes for a whole step: arguments, and the most of what
+    lives at once besides.
+
+    Args:
+      program: the step.
+      body: its plan, with the copies between the memories if it has any.
+      axes: the mesh axes.
+      heap: how the compiler uses memory.
+
+    Returns:
+      The bytes.
+    """
+    arguments = sum(
+        local_bytes(program.avals[value], sharding, axes)
+        for i, (value, sharding) in enumerate(
+            zip(program.inputs, body.inputs, strict=True)
+        )
+        if i not in body.on_host
+    )
+    most = max(Liveness(program, body, axes, heap.delays_sums, is_step=True).profile())
+    return arguments + most + int(most * heap.holes)
