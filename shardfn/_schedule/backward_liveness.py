@@ -1,49 +1,81 @@
-"""Chooses what lives while a loop over layers runs backward.
+"""What can wait around the loops over layers that run backward.
 
-In: a scheduled plan. Out: the plan, in which such a loop waits for the reduce-scatters
-of large gradients that stand in front of it. A large product that is one term of a sum
-which is complete only behind the loop, such as that of a tied table, is made on the
-side on which fewer bytes wait: the term, or what it is made of. Large constants, such
-as the zeros that a lookup's gradient is added to, are made behind the loop if they are
-used there. A compiler would keep whole logits until it needs the gradient of a table,
-and make the zeros that another table's is added to before the step begins.
+In: a body's plan. Out: the `Choice`s that it leaves, and the plan as some of them say.
+A loop may wait for the reduce-scatters of large gradients that stand in front of it. A
+large product that is one term of a sum which is complete only behind the loop, such as
+that of a tied table, is made in front of it or behind it: either the term waits, or
+what it is made of. Large constants, such as the zeros that a lookup's gradient is added
+to, may be made behind it if they are used there. A compiler would keep whole logits
+until it needs the gradient of a table, and make the zeros that another table's is added
+to before the step begins.
 """
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
 
-from shardfn._core.leaves import Names
 from shardfn._core.limits import CHAINED_BYTES
 from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step, reading, reads
-from shardfn._core.program import Node, Program, mixes_passes
+from shardfn._core.program import Node, Program
 from shardfn._core.sharding import Axes, Sharding, is_unreduced, local_shape
 from shardfn._core.sizes import itemsize
-from shardfn._schedule.bodies import inside
 from shardfn._schedule.chain_reduce_scatters import scatters_alone
+from shardfn._schedule.open_order import is_constant
 from shardfn._schedule.wire_dtypes import sums_gradient
 
 
-def shorten_lifetimes(program: Program, body: BodyPlan, axes: Axes) -> BodyPlan:
-    """Ties the loops of the backward pass to the gradients around them.
+class Choice(NamedTuple):
+    """Something that a plan can do around a loop.
+
+    Attributes:
+      kind: the loop "waits" for sums; a "term" is made in front of it; "constants" are
+        made behind it.
+      loop: the loop's node.
+      term: what the step in question makes.
+    """
+
+    kind: Literal["waits", "term", "constants"]
+    loop: int
+    term: Ref | None = None
+
+
+def choices(program: Program, body: BodyPlan, axes: Axes) -> Iterator[Choice]:
+    """What a body's plan can do around its loops.
 
     Args:
       program: the program.
-      body: its plan, scheduled otherwise.
+      body: its plan.
       axes: the mesh axes.
+
+    Returns:
+      The choices, loop by loop.
+    """
+    for step in body.steps:
+        if isinstance(step, Apply) and _is_loop(program, step):
+            yield from _Around(program, body, axes, step.node).choices()
+
+
+def around_loops(
+    program: Program, body: BodyPlan, axes: Axes, chosen: Collection[Choice]
+) -> BodyPlan:
+    """A body's plan with what is around its loops in the order that was chosen.
+
+    Args:
+      program: the program.
+      body: its plan.
+      axes: the mesh axes.
+      chosen: what it does of what it can do.
 
     Returns:
       The plan.
     """
-    if not mixes_passes(program):
-        return body
-    body = inside(program, body, lambda p, b: shorten_lifetimes(p, b, axes))
     waited: set[Ref] = set()
     for step in body.steps:
         if isinstance(step, Apply) and _is_loop(program, step):
             around = _Around(program, body, axes, step.node, waited)
-            body = around.shortened()
+            body = around.ordered(chosen)
     return body
 
 
@@ -93,7 +125,7 @@ class _Around:
     body: BodyPlan
     axes: Axes
     node: int
-    waited: set[Ref]
+    waited: set[Ref] = field(default_factory=set)
     at: int = field(init=False)
     makers: dict[Ref, int] = field(default_factory=dict)
     readers: dict[Ref, list[int]] = field(default_factory=dict)
@@ -121,21 +153,30 @@ class _Around:
             outputs = map(Ref, _node(self.program, step).outputs)
             yield from zip(outputs, step.result_shardings, strict=True)
 
-    def shortened(self) -> BodyPlan:
+    def choices(self) -> Iterator[Choice]:
+        steps = self.body.steps
+        if any(scatters_alone(step, self.program) for step in steps[: self.at]):
+            yield Choice("waits", self.node)
+        for index in range(self.at):
+            for chain in self.term(index):
+                yield Choice("term", self.node, self.result(chain[-1]))
+        if any(map(self.is_constant, self.behind())):
+            yield Choice("constants", self.node)
+
+    def ordered(self, chosen: Collection[Choice]) -> BodyPlan:
         steps, at = self.body.steps, self.at
         ready: list[Ref] = []
-        terms: list[Ref] = []
         sunk: dict[int, list[Ref]] = {}
         for index, step in enumerate(steps[:at]):
             if scatters_alone(step, self.program):
-                ready.append(step.result)
+                ready += [step.result] * (Choice("waits", self.node) in chosen)
             for chain in self.term(index):
-                made_of = self.freed(chain[0])
-                terms.append(self.result(chain[-1]))
-                if self.local_bytes(terms[-1]) <= sum(map(self.local_bytes, made_of)):
-                    ready.append(terms[-1])
-                elif made_of:
-                    sunk |= {chain[0]: made_of} | dict.fromkeys(chain[1:], [])
+                term = self.result(chain[-1])
+                if Choice("term", self.node, term) in chosen:
+                    ready.append(term)
+                else:
+                    sunk |= {chain[0]: self.freed(chain[0])}
+                    sunk |= dict.fromkeys(chain[1:], [])
         loop = steps[at]
         assert isinstance(loop, Apply)
         new = [step for index, step in enumerate(steps[:at]) if index not in sunk]
@@ -158,23 +199,28 @@ class _Around:
                 step = _reading(step, ref, tie)
                 new.append(tie)
             new.append(step)
-        sums = {self.program.leaf(ref.value) for ref in terms}
-        new += (self.begun(i, end, sums) for i in range(at + 1, len(steps)))
+        sunken = {*self.behind()} if Choice("constants", self.node) in chosen else ()
+        for index in range(at + 1, len(steps)):
+            step = steps[index]
+            if index in sunken and isinstance(step, Apply) and self.is_constant(index):
+                step = replace(step, after=end)
+            new.append(step)
         return replace(self.body, steps=tuple(new))
 
-    def begun(self, index: int, end: Ref, sums: set[Names]) -> Step:
-        """A step behind the loop; no earlier than its end, if it makes a large value of
-        literals alone. But not of `sums`, leaves that have a term in front of the loop:
-        XLA adds to that term in place of zeros."""
+    def behind(self) -> Iterator[int]:
+        """The steps between this loop and the next one."""
+        for index in range(self.at + 1, len(self.body.steps)):
+            step = self.body.steps[index]
+            if isinstance(step, Apply) and _is_loop(self.program, step):
+                return
+            yield index
+
+    def is_constant(self, index: int) -> bool:
+        """Whether a step makes a large value of literals alone, and waits for none."""
         step = self.body.steps[index]
-        if not isinstance(step, Apply) or set(step.operands) != {None}:
-            return step
-        node = _node(self.program, step)
-        pure = node.kind == "op" and node.backward and not node.eqn.effects
-        if not pure or len(node.outputs) != 1 or self.nbytes(index) < CHAINED_BYTES:
-            return step
-        leaf = self.program.leaf(node.outputs[0])
-        return step if leaf in sums else replace(step, after=end)
+        if not is_constant(self.program, step) or step.after is not None:
+            return False
+        return self.nbytes(index) >= CHAINED_BYTES
 
     def term(self, index: int) -> Iterator[list[int]]:
         """If step `index` makes a large term that is first read behind the loop, the

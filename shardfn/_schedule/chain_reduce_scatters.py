@@ -1,10 +1,9 @@
-"""Sends the gradients of unrolled layers with remat away one after the other.
+"""Sends the gradients of unrolled layers away one after the other.
 
-In: a scheduled plan. Out: the plan, in which the reduce-scatter of a large gradient in
-a remat waits for the one before it. XLA combines collectives that do not depend on each
-other: it would make one of all of them, at the end of the step, and hold every whole
-gradient until then. A loop's iterations keep their sums apart by themselves; without
-remat the activations that the backward pass sets free outweigh the gradients.
+In: a body's plan. Out: the plan, in which the reduce-scatter of a large gradient waits
+for the one before it. XLA combines collectives that do not depend on each other: it
+would make one of all of them, at the end of the step, and hold every whole gradient
+until then. `order_search` says where that takes memory.
 """
 
 import math
@@ -13,10 +12,9 @@ from typing import TypeGuard
 
 from shardfn._core.limits import CHAINED_BYTES
 from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step
-from shardfn._core.program import Node, Program, mixes_passes
+from shardfn._core.program import Node, Program
 from shardfn._core.reasons import Note, noted
 from shardfn._core.sharding import Split
-from shardfn._schedule.bodies import inside
 from shardfn._schedule.versions import fresh
 from shardfn._schedule.wire_dtypes import sums_gradient
 
@@ -41,8 +39,24 @@ def _scatters(step: Step, program: Program) -> TypeGuard[Reshard]:
     return splits and sums_gradient(program, step)
 
 
+def can_chain(program: Program, body: BodyPlan) -> bool:
+    """Whether remats of a body scatter large gradients, which could wait for each
+    other. Where nothing is computed twice to save memory, this would not be worth its
+    time: chained, 8 layers of 1024 x 4096 and 512 rows on 8 H100s take 65 MiB in place
+    of 90, and 1.66 ms in place of 1.47, as predicted.
+
+    Args:
+      program: the program.
+      body: its plan.
+
+    Returns:
+      Whether they do.
+    """
+    return any(map(_Chain(program, body).is_unit, body.steps))
+
+
 def chain_reduce_scatters(program: Program, body: BodyPlan) -> BodyPlan:
-    """Chains the reduce-scatters of the backward pass in every body that holds it.
+    """Chains the reduce-scatters of the backward pass in a body, and in its remats.
 
     Args:
       program: the program.
@@ -51,9 +65,7 @@ def chain_reduce_scatters(program: Program, body: BodyPlan) -> BodyPlan:
     Returns:
       The plan.
     """
-    if not mixes_passes(program):
-        return body
-    return _Chain(program, inside(program, body, chain_reduce_scatters)).linked()
+    return _Chain(program, body).linked()
 
 
 @dataclass(slots=True)
@@ -65,12 +77,11 @@ class _Chain:
     last: Ref | None = None
     steps: list[Step] = field(default_factory=list)
 
-    def linked(self, in_remat: bool = False) -> BodyPlan:
-        chained = in_remat or any(map(self.is_unit, self.body.steps))
+    def linked(self) -> BodyPlan:
         for step in self.body.steps:
             if isinstance(step, Apply):
                 step = self.unit(step, self.program.nodes[step.node])
-            elif chained and _scatters(step, self.program):
+            elif _scatters(step, self.program):
                 # A small one waits too, or XLA may combine it with an early link.
                 if step.after is None and self.last is not None:
                     notes = noted(step, WAITS)
@@ -97,7 +108,7 @@ class _Chain:
             inner.last = fresh(body, program.inputs[0])
             inner.body = replace(body, imports=(*body.imports, inner.last))
             step = replace(step, imports=(*step.imports, self.last))
-        body = inner.linked(in_remat=True)
+        body = inner.linked()
         assert inner.last is not None
         body = replace(body, exports=(*body.exports, inner.last))
         whole = replace(self.body, steps=(*self.steps, *self.body.steps))

@@ -37,8 +37,11 @@ class Liveness:
       delays_sums: whether the compiler delays the sums of loops.
       is_step: whether its results are written over its arguments where it can be.
       made: per version, the step that makes it and its bytes.
+      results: per step, the versions that it makes.
       readers: per version, the steps that read it, and as which operand; -1 for none.
+      out: versions that are handed out.
       known: see `roots`.
+      within: per node, what is live in its bodies.
     """
 
     program: Program
@@ -47,16 +50,19 @@ class Liveness:
     delays_sums: bool
     is_step: bool = False
     made: dict[Ref, tuple[Step | HostStep, int]] = field(default_factory=dict)
+    results: list[list[Ref]] = field(default_factory=list)
     readers: dict[Ref, list[tuple[Step | HostStep, int]]] = field(default_factory=dict)
+    out: set[Ref] = field(default_factory=set)
     known: dict[Ref, frozenset[Ref]] = field(default_factory=dict)
+    within: dict[int, int] = field(default_factory=dict)
 
-    def profile(self) -> list[int]:
-        """While each step runs, the bytes of what the body makes that live; 0 in the
-        end, so that there is one."""
+    def __post_init__(self) -> None:
         steps, outputs = self.body.run
-        out = {ref for ref in (*outputs, *self.body.exports) if ref is not None}
+        self.out.update(r for r in (*outputs, *self.body.exports) if r is not None)
         for step in steps:
-            self.made.update((ref, (step, size)) for ref, size in self.makes(step))
+            made = {ref: (step, size) for ref, size in self.makes(step)}
+            self.made.update(made)
+            self.results.append([*made])
             operands = step.operands if isinstance(step, Apply) else ()
             for ref in reads(step):
                 at = operands.index(ref) if ref in operands else -1
@@ -65,30 +71,37 @@ class Liveness:
             for ref in outputs[: len(self.program.inputs)]:
                 if ref in self.made:
                     self.made[ref] = self.made[ref][0], 0
+
+    def profile(self) -> list[int]:
+        """While each step runs, the bytes of what the body makes that live; 0 in the
+        end, so that there is one."""
+        steps, _ = self.body.run
         last: dict[Ref, int] = {}
         for i, step in enumerate(steps):
-            last.update((r, i) for read in reads(step) for r in self.roots(read, out))
-        last.update((r, len(steps)) for ref in out for r in self.roots(ref, out))
+            for ref in reads(step):
+                last.update(dict.fromkeys(self.roots(ref), i))
+        last.update((r, len(steps)) for ref in self.out for r in self.roots(ref))
         ends: dict[int, set[Ref]] = {}
         for ref, at in last.items():
             ends.setdefault(at, set()).add(ref)
         live: dict[Ref, int] = {}
+        total = 0
         profile: list[int] = []
         for i, step in enumerate(steps):
             dying = ends.get(i, set())
-            for ref, _ in self.makes(step):
-                if self.roots(ref, out) != {ref}:
+            for ref in self.results[i]:
+                if self.roots(ref) != {ref}:
                     continue
                 live[ref] = self.made[ref][1]
-                for old in self.overwritten(ref, step, out):
+                total += live[ref]
+                for old in self.overwritten(ref, step):
                     if old in dying and live.get(old) == live[ref]:
-                        del live[old]
+                        total -= live.pop(old)
                         break
                 if ref not in last:
                     dying = dying | {ref}
-            profile.append(sum(live.values()) + self.inside(step))
-            for ref in dying:
-                live.pop(ref, None)
+            profile.append(total + self.inside(step))
+            total -= sum(live.pop(ref, 0) for ref in dying)
         return [*profile, 0]
 
     def makes(self, step: Step | HostStep) -> Iterator[tuple[Ref, int]]:
@@ -110,43 +123,41 @@ class Liveness:
     def size(self, ref: Ref, sharding: Sharding) -> int:
         return local_bytes(self.program.avals[ref.value], sharding, self.axes)
 
-    def roots(self, ref: Ref, out: set[Ref]) -> frozenset[Ref]:
+    def roots(self, ref: Ref) -> frozenset[Ref]:
         """The versions whose memory a version needs: its own, or that of what it is
         made of where it is a view or fused into all that reads it."""
         if ref not in self.known:
             step = self.made[ref][0] if ref in self.made else None
-            given = None if step is None else self.made_of(ref, step, out)
+            given = None if step is None else self.made_of(ref, step)
             if given is None:
                 self.known[ref] = frozenset([ref])
             else:
-                each = (self.roots(r, out) for r in given if r is not None)
+                each = (self.roots(r) for r in given if r is not None)
                 self.known[ref] = frozenset[Ref]().union(*each)
         return self.known[ref]
 
-    def made_of(
-        self, ref: Ref, step: Step | HostStep, out: set[Ref]
-    ) -> Sequence[Ref | None] | None:
+    def made_of(self, ref: Ref, step: Step | HostStep) -> Sequence[Ref | None] | None:
         """What a version without memory of its own is made of; None if it has some."""
+        if isinstance(step, Reshard) and len(step.path) == 1:
+            return [step.source]
         if isinstance(step, Reshard):
             local = not any(move.op for move in step.moves)
-            return [step.source] if local and self.is_fused(ref, out) else None
+            return [step.source] if local and self.is_fused(ref) else None
         if not isinstance(step, Apply) or step.exports:
             return None
         node = self.program.nodes[step.node]
         if node.passes_through:
             return [step.operands[node.outputs.index(ref.value)]]
         fuses = self.is_added(ref) or (
-            fusion.is_pointwise(node)
-            and not self.scatters(step)
-            and self.is_fused(ref, out)
+            fusion.is_pointwise(node) and not self.scatters(step) and self.is_fused(ref)
         )
-        if fusion.is_view(self.program, node) or (fuses and ref not in out):
+        if fusion.is_view(self.program, node) or (fuses and ref not in self.out):
             return step.operands
         return None
 
-    def is_fused(self, ref: Ref, out: set[Ref]) -> bool:
+    def is_fused(self, ref: Ref) -> bool:
         """Whether all that reads a version makes it inside of it."""
-        return ref not in out and all(
+        return ref not in self.out and all(
             isinstance(step, Apply)
             and fusion.fuses(self.program.nodes[step.node], at)
             and not self.scatters(step)
@@ -175,9 +186,7 @@ class Liveness:
             and any(ref is not None and self.is_added(ref) for ref in step.operands)
         )
 
-    def overwritten(
-        self, ref: Ref, step: Step | HostStep, out: set[Ref]
-    ) -> Iterator[Ref]:
+    def overwritten(self, ref: Ref, step: Step | HostStep) -> Iterator[Ref]:
         """Versions whose place a version may take, if they are read for the last
         time."""
         if not isinstance(step, Apply):
@@ -195,7 +204,7 @@ class Liveness:
         for i in at:
             operand = step.operands[i]
             if operand is not None:
-                yield from self.roots(operand, out)
+                yield from self.roots(operand)
 
     def inside(self, step: Step | HostStep) -> int:
         """What is live in the bodies of a step, or in an iteration of a loop over
@@ -206,6 +215,11 @@ class Liveness:
             return sum(sizes) // step.blocks
         if not isinstance(step, Apply):
             return 0
+        if step.node not in self.within:
+            self.within[step.node] = self.inside_bodies(step)
+        return self.within[step.node]
+
+    def inside_bodies(self, step: Apply) -> int:
         node = self.program.nodes[step.node]
         bodies = zip(node.bodies, step.bodies, strict=True)
         each = (

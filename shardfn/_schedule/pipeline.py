@@ -13,16 +13,15 @@ from shardfn._core.plan import Apply, BodyPlan, Reshard, Step
 from shardfn._core.program import Program, mixes_passes
 from shardfn._core.sharding import Axes
 from shardfn._core.stages import Observer, unobserved
-from shardfn._schedule.backward_liveness import shorten_lifetimes
 from shardfn._schedule.bodies import inside
 from shardfn._schedule.bucket import bucket
-from shardfn._schedule.chain_reduce_scatters import chain_reduce_scatters
 from shardfn._schedule.feed_back import feed_back
 from shardfn._schedule.host_transfers import host_transfers
 from shardfn._schedule.keep_gathered import keep_gathered
 from shardfn._schedule.keep_quantized import keep_quantized
 from shardfn._schedule.limit_all_gathers import limit_all_gathers
 from shardfn._schedule.loop_invariants import hoist
+from shardfn._schedule.order_search import search_order
 from shardfn._schedule.prefetch import prefetch
 from shardfn._schedule.quantize_moves import quantize
 from shardfn._schedule.share_gathers import share_gathers
@@ -109,15 +108,10 @@ PASSES = (
         "keep_quantized",
         lambda p, b, control, axes: keep_quantized(p, b, control, axes),
     ),
-    SchedulePass(
-        "chain_reduce_scatters", lambda p, b, control, axes: chain_reduce_scatters(p, b)
-    ),
+    SchedulePass("order_search", lambda p, b, control, axes: search_order(p, b, axes)),
     SchedulePass(
         "limit_all_gathers",
         lambda p, b, control, axes: limit_all_gathers(p, b, control),
-    ),
-    SchedulePass(
-        "backward_liveness", lambda p, b, control, axes: shorten_lifetimes(p, b, axes)
     ),
     SchedulePass(
         "host_transfers", lambda p, b, control, axes: host_transfers(p, b, axes)

@@ -259,7 +259,7 @@ def test_loops_inside_unrolled_layers_wait_for_nothing() -> None:
 
 
 def unheld(monkeypatch) -> None:
-    monkeypatch.setattr(pipeline, "shorten_lifetimes", lambda program, body, axes: body)
+    monkeypatch.setattr(pipeline, "search_order", lambda program, body, axes: body)
 
 
 @pytest.mark.standard_promotion

@@ -1,0 +1,111 @@
+"""Searches the order of moves: which of them wait, so that memory is taken for less.
+
+In: a plan whose moves are chosen. Out: the plan, in which gradients are summed one
+after the other, and what is around loops waits, where less lives at once then. What
+lives is that of the plan's own order, and what waits where the plan leaves the order
+open; a choice that does not help leaves the compiler free to overlap.
+"""
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, replace
+
+from shardfn._core.plan import Apply, BodyPlan, Step
+from shardfn._core.program import Node, Program, mixes_passes
+from shardfn._core.sharding import Axes
+from shardfn._schedule.backward_liveness import Choice, around_loops, choices
+from shardfn._schedule.chain_reduce_scatters import can_chain, chain_reduce_scatters
+from shardfn._schedule.liveness import Liveness
+from shardfn._schedule.open_order import open_order
+
+
+def search_order(program: Program, body: BodyPlan, axes: Axes) -> BodyPlan:
+    """Orders the moves of a step's backward pass.
+
+    Args:
+      program: the step.
+      body: its plan.
+      axes: the mesh axes.
+
+    Returns:
+      The plan.
+    """
+    return _ordered(program, body, axes, is_step=True)
+
+
+def _ordered(
+    program: Program, body: BodyPlan, axes: Axes, *, is_step: bool
+) -> BodyPlan:
+    if not mixes_passes(program):
+        return body
+    steps: list[Step] = []
+    for step in body.steps:
+        if isinstance(step, Apply) and step.bodies:
+            node = program.nodes[step.node]
+            inner = tuple(
+                _ordered(p, b, axes, is_step=False)
+                for p, b in zip(node.bodies, step.bodies, strict=True)
+            )
+            step = replace(step, bodies=inner)
+        steps.append(step)
+    body = replace(body, steps=tuple(steps))
+    return _Search(program, body, axes, is_step).found()
+
+
+def _keeps_apart(node: Node) -> bool:
+    """Whether it is a loop over layers, not over microbatches."""
+    return node.is_loop and node.backward
+
+
+@dataclass(slots=True)
+class _Search:
+    """The search in one body; `within` is what is live in the bodies in it."""
+
+    program: Program
+    body: BodyPlan
+    axes: Axes
+    is_step: bool
+    within: dict[int, int] = field(default_factory=dict)
+
+    def found(self) -> BodyPlan:
+        """The plan with every choice that makes less live at once."""
+        body = self.body
+        if can_chain(self.program, body):
+            plain, more = self.live(body)
+            most = max(map(sum, zip(plain, more, strict=True)))
+            # Sums that wait cannot be one collective: for less memory only.
+            if max(plain) < most:
+                chained = chain_reduce_scatters(self.program, body)
+                body = chained if self.cost(chained)[0] < most else body
+        open_choices = list(choices(self.program, body, self.axes))
+        chosen: list[Choice] = []
+        least = self.cost(self.around(body, chosen)) if open_choices else (0, 0)
+        for choice in open_choices:
+            cost = self.cost(self.around(body, [*chosen, choice]))
+            if cost < least:
+                chosen, least = [*chosen, choice], cost
+        return self.around(body, chosen)
+
+    def around(self, body: BodyPlan, chosen: Collection[Choice]) -> BodyPlan:
+        return around_loops(self.program, body, self.axes, chosen)
+
+    def live(self, body: BodyPlan) -> tuple[list[int], list[int]]:
+        """The bytes that live at each step, and what waits besides."""
+        live = Liveness(
+            self.program,
+            body,
+            self.axes,
+            delays_sums=False,
+            is_step=self.is_step,
+            within=self.within,
+        )
+        return live.profile(), open_order(live)
+
+    def cost(self, body: BodyPlan) -> tuple[int, int]:
+        """The most bytes that live at once, and those that live while loops run."""
+        bytes_live = list(map(sum, zip(*self.live(body), strict=True)))
+        return max(bytes_live), sum(self.in_loops(body, bytes_live))
+
+    def in_loops(self, body: BodyPlan, bytes_live: list[int]) -> Iterator[int]:
+        for step, live in zip(body.steps, bytes_live, strict=False):
+            if isinstance(step, Apply) and _keeps_apart(self.program.nodes[step.node]):
+                yield live
