@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shardfn._core.compat import ADDITIONS
 from shardfn._core.limits import LOOP_BYTES
 from shardfn._core.program import Atom, Node, Program
 from shardfn._core.sharding import Axes, Sharding, Split, Unreduced
@@ -81,7 +82,7 @@ def _adds_up(body: Program, value: int, output: Atom) -> bool:
         users = [node for node in body.nodes for atom in node.inputs if atom == value]
         if len(users) != 1 or value in body.outputs:
             return False
-        if users[0].eqn.primitive.name not in ("add", "add_any"):
+        if users[0].eqn.primitive not in ADDITIONS:
             return False
         (value,) = users[0].outputs
     unused = all(value not in node.inputs for node in body.nodes)

@@ -4,7 +4,7 @@ own, or one over the memory of an operand.
 In: a node. Out: what its rule says of that; the plan's estimate of memory reads it.
 """
 
-from shardfn._core.compat import primitives
+from shardfn._core.compat import ADDITIONS, primitives
 from shardfn._core.program import ZERO, Node, Program, aval_of
 
 _WRITES_INTO = primitives(
@@ -12,7 +12,6 @@ _WRITES_INTO = primitives(
     *("scatter-min", "scatter-max", "dynamic_update_slice"),
 )
 _ADDS_INTO = primitives("scatter-add")
-_ADDS = primitives("add", "add_any")
 _PICKS = primitives("gather", "dynamic_slice")
 
 
@@ -58,4 +57,4 @@ def adds_to_zeros(node: Node) -> bool:
 
 def adds(node: Node) -> bool:
     """Whether it is an addition."""
-    return node.kind == "op" and node.eqn.primitive in _ADDS
+    return node.kind == "op" and node.eqn.primitive in ADDITIONS

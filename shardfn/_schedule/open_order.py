@@ -2,8 +2,9 @@
 
 In: a body's plan. Out: bytes, step by step, beside those of the plan's own order. XLA
 makes one collective of sums of gradients that do not wait for each other, and not
-before something needs it, so that their terms live until then. Large values of
-literals, such as the zeros that a gradient is added to, it makes before anything else.
+before something needs it. Until then their terms live, or what these are made of, as
+it makes products late, too. Large values of literals, such as the zeros that a
+gradient is added to, it makes before anything else.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from shardfn._core.limits import CHAINED_BYTES
 from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step, reads
 from shardfn._core.program import Node, Program
-from shardfn._core.sharding import Axes
+from shardfn._core.sharding import Axes, Sharding
 from shardfn._core.sizes import local_bytes
 from shardfn._schedule import fusion
 from shardfn._schedule.chain_reduce_scatters import scatters_alone
@@ -41,7 +42,8 @@ class _Sum:
 
     Attributes:
       at: which step of the body makes it, or has it inside.
-      more: bytes of its terms beyond those of its result.
+      more: bytes of its terms beyond those of its result, or of what they are made of
+        if that is more.
       waits: other sums that have to be made first.
     """
 
@@ -104,6 +106,7 @@ class _Sums:
         """
         needs = dict(needs)
         none = frozenset[int]()
+        ops: dict[Ref, Apply] = {}
         for index, step in enumerate(body.steps):
             at = index if outside is None else outside
             before = none.union(*(needs.get(ref, none) for ref in reads(step)))
@@ -111,22 +114,40 @@ class _Sums:
                 self.needed = dict.fromkeys(before, at) | self.needed
             if isinstance(step, Reshard):
                 if scatters_alone(step, program):
-                    aval = program.avals[step.source.value]
-                    whole, part = (
-                        local_bytes(aval, sharding, self.axes)
-                        for sharding in (step.path[0], step.path[-1])
-                    )
-                    self.sums.append(_Sum(at, whole - part, before))
+                    more = self.waiting(program, step, ops)
+                    self.sums.append(_Sum(at, more, before))
                     before |= {len(self.sums) - 1}
                 needs |= dict.fromkeys(step.makes, before)
                 continue
             node = program.nodes[step.node]
             self.last = max(self.last, at) if node.backward else self.last
+            if node.kind == "op":
+                ops |= dict.fromkeys(map(Ref, node.outputs), step)
             made = dict.fromkeys((*map(Ref, node.outputs), *step.exports), before)
             if node.is_call:
                 made |= self.call(step, node, needs, at)
             needs |= made
         return needs
+
+    def waiting(self, program: Program, move: Reshard, ops: Mapping[Ref, Apply]) -> int:
+        """What waits for a sum: its term, or what the operation that makes it reads;
+        casts and the like are made with the sum."""
+        aval = program.avals[move.source.value]
+        term, part = (
+            local_bytes(aval, sharding, self.axes)
+            for sharding in (move.path[0], move.path[-1])
+        )
+        made_of: list[tuple[Ref, Sharding]] = []
+        ref = move.source
+        while ref in ops and len(made_of) < 2:
+            op = ops[ref]
+            pairs = zip(op.operands, op.operand_shardings, strict=True)
+            made_of = [(r, sharding) for r, sharding in pairs if r is not None]
+            if not made_of:
+                break
+            ref = made_of[0][0]
+        sizes = (local_bytes(program.avals[r.value], s, self.axes) for r, s in made_of)
+        return max(term, sum(sizes)) - part
 
     def call(
         self, step: Apply, node: Node, needs: Mapping[Ref, frozenset[int]], at: int

@@ -113,7 +113,7 @@ class Rolls:
         self, eqn: JaxprEqn, operands: Sequence[Atom]
     ) -> tuple[int, int, Atom] | None:
         """What was put between zeros, if both halves of the result are added."""
-        if eqn.primitive.name not in ("add", "add_any") or len(operands) != 2:
+        if eqn.primitive not in compat.ADDITIONS or len(operands) != 2:
             return None
         one, other = (self.pieces.known.get(number_of(atom)) for atom in operands)
         if one is None or other is None or one.source is None:

@@ -37,7 +37,7 @@ class SharedTerms:
         if len(results) != 1 or not isinstance(results[0], int):
             return
         known = [atom for atom in operands if isinstance(atom, int)]
-        if eqn.primitive.name in ("add", "add_any") and len(known) == 2:
+        if eqn.primitive in compat.ADDITIONS and len(known) == 2:
             self.added[results[0]] = known[0], known[1]
         elif eqn.primitive.name == "broadcast_in_dim" and len(known) == 1:
             dims = tuple(eqn.params["broadcast_dimensions"])

@@ -6,6 +6,7 @@ way from the same operands.
 
 from collections.abc import Hashable, Mapping, Sequence
 
+from shardfn._core.compat import ADDITIONS
 from shardfn._core.program import ZERO, Node, Program, number_of
 
 
@@ -39,7 +40,7 @@ def _without_zeros(
 
 
 def _adds(node: Node) -> bool:
-    return node.eqn.primitive.name in ("add", "add_any")
+    return node.eqn.primitive in ADDITIONS
 
 
 def _key(node: Node, numbers: Sequence[int]) -> Hashable:

@@ -185,6 +185,9 @@ from shardfn._core.compat.platforms import (
     reads_inside_matmuls as reads_inside_matmuls,
 )
 from shardfn._core.compat.primitives import (
+    ADDITIONS as ADDITIONS,
+)
+from shardfn._core.compat.primitives import (
     UNREDUCED_COLLECTIVES as UNREDUCED_COLLECTIVES,
 )
 from shardfn._core.compat.primitives import (

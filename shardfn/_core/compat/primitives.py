@@ -50,6 +50,10 @@ def primitives(*names: str) -> tuple[Primitive, ...]:
     return tuple(known[name] for name in names if name in known)
 
 
+ADDITIONS = primitives("add", "add_any")
+"""An addition that a program makes, and one that taking its gradient makes."""
+
+
 def beta_types_vary() -> bool:
     """Whether `lax.betainc` runs on values that vary over a manual mesh axis."""
     return jax.__version_info__ >= (0, 12)
