@@ -19,7 +19,7 @@ from shardfn._core.plan import (
     Transfer,
     reads,
 )
-from shardfn._core.program import Program
+from shardfn._core.program import Node, Program
 from shardfn._core.sharding import Axes, Sharding
 from shardfn._core.sizes import local_bytes
 from shardfn._schedule import fusion
@@ -110,7 +110,7 @@ class Liveness:
             size = 0 if step.memory == HOST else self.size(step.result, step.sharding)
             yield step.result, size
         elif isinstance(step, Reshard):
-            yield step.result, self.size(step.result, step.path[-1])
+            yield step.result, _moved_bytes(self.program, step, self.axes)
         elif isinstance(step, BlockLoop):
             for ref, old in zip(step.made, step.into, strict=True):
                 yield ref, self.size(ref, step.sharding) if old is None else 0
@@ -118,7 +118,7 @@ class Liveness:
             outputs = self.program.nodes[step.node].outputs
             for value, sharding in zip(outputs, step.result_shardings, strict=True):
                 yield Ref(value), self.size(Ref(value), sharding)
-            yield from ((ref, 0) for ref in step.exports)
+            yield from _exported(self.program.nodes[step.node], step, self.axes)
 
     def size(self, ref: Ref, sharding: Sharding) -> int:
         return local_bytes(self.program.avals[ref.value], sharding, self.axes)
@@ -227,4 +227,43 @@ class Liveness:
             for p, body in bodies
         )
         waiting = delayed_sums(node, step, self.axes) if self.delays_sums else 0
-        return max(each, default=0) + waiting
+        program = node.bodies[-1] if node.bodies else self.program
+        carried = (
+            ahead.lead * _bytes_of(program, ahead.part, ref, self.axes)
+            for ahead in step.ahead
+            for ref in ahead.part.exports
+        )
+        return max(each, default=0) + waiting + sum(carried)
+
+
+def _moved_bytes(program: Program, step: Reshard, axes: Axes) -> int:
+    size = local_bytes(program.avals[step.result.value], step.path[-1], axes)
+    return size // step.itemsize if step.in_bits else size
+
+
+def _exported(node: Node, step: Apply, axes: Axes) -> Iterator[tuple[Ref, int]]:
+    """What a call or a loop hands out besides its results, which a loop stacks; what is
+    a result, too, takes nothing more."""
+    if not step.exports:
+        return
+    rounds = node.times or 1
+    program, body = node.bodies[-1], step.bodies[-1]
+    for ref, made in zip(step.exports, body.exports, strict=True):
+        size = 0 if made in body.outputs else _bytes_of(program, body, made, axes)
+        yield ref, size * rounds
+
+
+def _bytes_of(program: Program, body: BodyPlan, ref: Ref, axes: Axes) -> int:
+    """What a version that a body makes takes of a device; none if it comes in."""
+    for step in body.steps:
+        if isinstance(step, Reshard):
+            if ref == step.result:
+                return _moved_bytes(program, step, axes)
+            continue
+        node = program.nodes[step.node]
+        if ref in step.exports:
+            return dict(_exported(node, step, axes))[ref]
+        if not ref.version and ref.value in node.outputs:
+            sharding = step.result_shardings[node.outputs.index(ref.value)]
+            return local_bytes(program.avals[ref.value], sharding, axes)
+    return 0

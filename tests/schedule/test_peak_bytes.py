@@ -142,3 +142,30 @@ def test_estimates_are_within_a_tenth_of_the_compilers(name: str, estimated: Any
     stored, planned = estimated.estimate(case.model, case.target("h100"))
     found = stored + estimated.compiled("h100", name, "shardfn")["temp"]
     assert abs(planned - found) <= TENTH * found
+
+
+def layers_of(weights: jax.Array, x: jax.Array) -> jax.Array:
+    return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, weights)[0].sum()
+
+
+DEEP, WIDER = 4, 512
+LAYER_BYTES = FLOAT * WIDER * WIDER
+
+
+@pytest.mark.parametrize(
+    "options, more",
+    [
+        ({"reshard_after_forward": False}, DEEP * LAYER_BYTES),
+        (
+            {"reshard_after_forward": False, "gather_dtype": "int8"},
+            DEEP * LAYER_BYTES // FLOAT,
+        ),
+        ({"prefetch": 1}, LAYER_BYTES),
+        ({"prefetch": 2}, 2 * LAYER_BYTES),
+    ],
+    ids=["kept", "kept in bits", "a layer ahead", "two ahead"],
+)
+def test_weights_that_are_kept_or_carried_take_memory(options, more) -> None:
+    args = layers_of, floats(DEEP, WIDER, WIDER), floats(ROWS, WIDER)
+    found = taken(*args, **options) - taken(*args)
+    assert 0.9 * more < found < 1.1 * more
