@@ -111,7 +111,8 @@ class _Sums:
             at = index if outside is None else outside
             before = none.union(*(needs.get(ref, none) for ref in reads(step)))
             if isinstance(step, Reshard) or step.bodies:
-                self.needed = dict.fromkeys(before, at) | self.needed
+                for each in before:
+                    self.needed.setdefault(each, at)
             if isinstance(step, Reshard):
                 if scatters_alone(step, program):
                     more = self.waiting(program, step, ops)
