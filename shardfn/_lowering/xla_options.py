@@ -110,6 +110,7 @@ OPTIONS = (
 
 
 NOT_DELAYED = "sums not delayed by XLA"
+LARGER_FUSIONS = "96 MiB of scratch memory for fusions"
 
 TRIED = {
     "gathers pipelined by XLA": (
@@ -152,6 +153,11 @@ TRIED = {
             "tpu", (("xla_tpu_enable_sparse_core_collective_aggregator", "true"),)
         ),
     ),
+    LARGER_FUSIONS: (
+        CompilerOption(
+            "tpu", (("xla_tpu_scoped_vmem_limit_kib", "98304"),), kinds=_SPARSE_CORES
+        ),
+    ),
 }
 """What is not set by itself, for it helps some steps and costs others memory or time:
 tuning compiles a step with it. github.com/openxla/xla, docs/flags_guidance.md."""
@@ -167,7 +173,12 @@ def tried(devices: Sequence[Any], name: str) -> dict[str, Any]:
     """The options of one row of `TRIED`, as the compiler of these devices spells them;
     nothing if it is another platform's, or does not know one of them."""
     device, platform = device_and_platform(devices)
-    rows = [option for option in TRIED[name] if option.platform == platform]
+    rows = [
+        option
+        for option in TRIED[name]
+        if option.platform == platform
+        and (not option.kinds or device.device_kind in option.kinds)
+    ]
     known = _known(device, rows) if rows else {}
     return known if len(known) == len(rows) else {}
 

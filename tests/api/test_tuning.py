@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilers import aot
 from plan_helpers import cpu_mesh
 
 import shardfn
@@ -18,7 +19,8 @@ from shardfn._api.tuning.candidates import Candidate, Tuning, choose
 from shardfn._api.tuning.tune import joined
 from shardfn._api.tuning.tuned_options import TunedOptions, read, write
 from shardfn._core.errors import ShardingError
-from shardfn._core.limits import ADVISED_SHARE, TUNED_SHARE
+from shardfn._core.limits import ADVISED_SHARE, LARGER_FUSIONS_SAVE, TUNED_SHARE
+from shardfn._lowering.xla_options import LARGER_FUSIONS
 
 WIDTH, LAYERS, MICRO = 256, 4, 4
 
@@ -296,6 +298,21 @@ def test_advice_keeps_to_what_fits_and_to_what_is_not_asked(report) -> None:
     least = ADVISED_SHARE * report.step_seconds
     few = tuple(dataclasses.replace(r, saves=least / 2) for r in report.advice)
     assert "may help" not in str(dataclasses.replace(report, advice=few))
+
+
+@pytest.mark.aot(H100)
+@pytest.mark.parametrize(
+    "target, advised", [aot("tpu:v5p:2x2x2", True), aot("tpu:v5e:2x4", False)]
+)
+def test_larger_fusions_are_advised_for_tpus(report, target, advised) -> None:
+    devices = shardfn.analysis.targets.devices(target)
+    rows = [r for r in advise(report, devices, 2**40) if r.title == LARGER_FUSIONS]
+    assert bool(rows) == advised
+    for row in rows:
+        assert row.saves == LARGER_FUSIONS_SAVE * report.memory_seconds > 0
+        set_already = tuple(dict(row.options)["compiler_options"].items())
+        asked = dataclasses.replace(report, compiler_options=set_already)
+        assert row not in advise(asked, devices, 2**40)
 
 
 @pytest.mark.aot(H100)
