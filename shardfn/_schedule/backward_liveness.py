@@ -32,51 +32,57 @@ class Choice(NamedTuple):
     Attributes:
       kind: the loop "waits" for sums; a "term" is made in front of it; "constants" are
         made behind it.
-      loop: the loop's node.
       term: what the step in question makes.
     """
 
     kind: Literal["waits", "term", "constants"]
-    loop: int
     term: Ref | None = None
 
 
-def choices(program: Program, body: BodyPlan, axes: Axes) -> Iterator[Choice]:
-    """What a body's plan can do around its loops.
+def loops(program: Program, body: BodyPlan) -> list[int]:
+    """The nodes of a body's loops that move parameters in the backward pass."""
+    steps = (step for step in body.steps if isinstance(step, Apply))
+    return [step.node for step in steps if _is_loop(program, step)]
+
+
+def choices(program: Program, body: BodyPlan, axes: Axes, loop: int) -> list[Choice]:
+    """What a body's plan can do around a loop.
 
     Args:
       program: the program.
       body: its plan.
       axes: the mesh axes.
+      loop: the loop's node.
 
     Returns:
-      The choices, loop by loop.
+      The choices.
     """
-    for step in body.steps:
-        if isinstance(step, Apply) and _is_loop(program, step):
-            yield from _Around(program, body, axes, step.node).choices()
+    return list(_Around(program, body, axes, loop).choices())
 
 
-def around_loops(
-    program: Program, body: BodyPlan, axes: Axes, chosen: Collection[Choice]
-) -> BodyPlan:
-    """A body's plan with what is around its loops in the order that was chosen.
+def around_loop(
+    program: Program,
+    body: BodyPlan,
+    axes: Axes,
+    loop: int,
+    chosen: Collection[Choice],
+    waited: frozenset[Ref],
+) -> tuple[BodyPlan, frozenset[Ref]]:
+    """A body's plan with what is around a loop in the order that was chosen.
 
     Args:
       program: the program.
       body: its plan.
       axes: the mesh axes.
+      loop: the loop's node.
       chosen: what it does of what it can do.
+      waited: versions that a loop before it has waited for.
 
     Returns:
-      The plan.
+      The plan, and the versions that have been waited for now.
     """
-    waited: set[Ref] = set()
-    for step in body.steps:
-        if isinstance(step, Apply) and _is_loop(program, step):
-            around = _Around(program, body, axes, step.node, waited)
-            body = around.ordered(chosen)
-    return body
+    around = _Around(program, body, axes, loop, set(waited))
+    return around.ordered(chosen), frozenset(around.waited)
 
 
 def _node(program: Program, step: Apply) -> Node:
@@ -156,12 +162,12 @@ class _Around:
     def choices(self) -> Iterator[Choice]:
         steps = self.body.steps
         if any(scatters_alone(step, self.program) for step in steps[: self.at]):
-            yield Choice("waits", self.node)
+            yield Choice("waits")
         for index in range(self.at):
             for chain in self.term(index):
-                yield Choice("term", self.node, self.result(chain[-1]))
+                yield Choice("term", self.result(chain[-1]))
         if any(map(self.is_constant, self.behind())):
-            yield Choice("constants", self.node)
+            yield Choice("constants")
 
     def ordered(self, chosen: Collection[Choice]) -> BodyPlan:
         steps, at = self.body.steps, self.at
@@ -169,10 +175,10 @@ class _Around:
         sunk: dict[int, list[Ref]] = {}
         for index, step in enumerate(steps[:at]):
             if scatters_alone(step, self.program):
-                ready += [step.result] * (Choice("waits", self.node) in chosen)
+                ready += [step.result] * (Choice("waits") in chosen)
             for chain in self.term(index):
                 term = self.result(chain[-1])
-                if Choice("term", self.node, term) in chosen:
+                if Choice("term", term) in chosen:
                     ready.append(term)
                 else:
                     sunk |= {chain[0]: self.freed(chain[0])}
@@ -199,7 +205,7 @@ class _Around:
                 step = _reading(step, ref, tie)
                 new.append(tie)
             new.append(step)
-        sunken = {*self.behind()} if Choice("constants", self.node) in chosen else ()
+        sunken = {*self.behind()} if Choice("constants") in chosen else ()
         for index in range(at + 1, len(steps)):
             step = steps[index]
             if index in sunken and isinstance(step, Apply) and self.is_constant(index):

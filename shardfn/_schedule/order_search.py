@@ -3,16 +3,17 @@
 In: a plan whose moves are chosen. Out: the plan, in which gradients are summed one
 after the other, and what is around loops waits, where less lives at once then. What
 lives is that of the plan's own order, and what waits where the plan leaves the order
-open; a choice that does not help leaves the compiler free to overlap.
+open. Nothing waits that does not help, so that the compiler is free to overlap; but a
+large term of a sum stands in front of a loop or behind it, whichever is better.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from shardfn._core.plan import Apply, BodyPlan, Step
+from shardfn._core.plan import Apply, BodyPlan, Ref, Step
 from shardfn._core.program import Node, Program, mixes_passes
 from shardfn._core.sharding import Axes
-from shardfn._schedule.backward_liveness import Choice, around_loops, choices
+from shardfn._schedule.backward_liveness import Choice, around_loop, choices, loops
 from shardfn._schedule.chain_reduce_scatters import can_chain, chain_reduce_scatters
 from shardfn._schedule.liveness import Liveness
 from shardfn._schedule.open_order import open_order
@@ -76,17 +77,31 @@ class _Search:
             if max(plain) < most:
                 chained = chain_reduce_scatters(self.program, body)
                 body = chained if self.cost(chained)[0] < most else body
-        open_choices = list(choices(self.program, body, self.axes))
-        chosen: list[Choice] = []
-        least = self.cost(self.around(body, chosen)) if open_choices else (0, 0)
-        for choice in open_choices:
-            cost = self.cost(self.around(body, [*chosen, choice]))
-            if cost < least:
-                chosen, least = [*chosen, choice], cost
-        return self.around(body, chosen)
+        waited = frozenset[Ref]()
+        for loop in loops(self.program, body):
+            body, waited = self.around(body, loop, waited)
+        return body
 
-    def around(self, body: BodyPlan, chosen: Collection[Choice]) -> BodyPlan:
-        return around_loops(self.program, body, self.axes, chosen)
+    def around(
+        self, body: BodyPlan, loop: int, waited: frozenset[Ref]
+    ) -> tuple[BodyPlan, frozenset[Ref]]:
+        """The plan with the best order around a loop, and what has been waited for."""
+
+        def ordered(chosen: list[Choice]) -> tuple[BodyPlan, frozenset[Ref]]:
+            return around_loop(self.program, body, self.axes, loop, chosen, waited)
+
+        open_choices = choices(self.program, body, self.axes, loop)
+        if not open_choices:
+            return body, waited
+        chosen: list[Choice] = []
+        found = ordered(chosen)
+        least = self.cost(found[0])
+        for choice in open_choices:
+            tried = ordered([*chosen, choice])
+            cost = self.cost(tried[0])
+            if cost < least:
+                chosen, found, least = [*chosen, choice], tried, cost
+        return found
 
     def live(self, body: BodyPlan) -> tuple[list[int], list[int]]:
         """The bytes that live at each step, and what waits besides."""
