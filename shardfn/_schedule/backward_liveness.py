@@ -224,7 +224,9 @@ class _Around:
     def is_constant(self, index: int) -> bool:
         """Whether a step makes a large value of literals alone, and waits for none."""
         step = self.body.steps[index]
-        if not is_constant(self.program, step) or step.after is not None:
+        if not isinstance(step, Apply) or step.after is not None:
+            return False
+        if not is_constant(self.program, step):
             return False
         return self.nbytes(index) >= CHAINED_BYTES
 

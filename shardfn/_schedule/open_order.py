@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from shardfn._core.limits import CHAINED_BYTES
-from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step, reads
+from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, reads
 from shardfn._core.program import Node, Program
 from shardfn._core.sharding import Axes, Sharding
 from shardfn._core.sizes import local_bytes
@@ -175,7 +175,9 @@ class _Sums:
 def _constants(live: Liveness) -> Iterator[tuple[int, int, int]]:
     """From where to where large values of literals alone live before they are used."""
     for index, step in enumerate(live.body.steps):
-        if is_constant(live.program, step) and step.after is None:
+        if not isinstance(step, Apply) or step.after is not None:
+            continue
+        if is_constant(live.program, step):
             size = _constant_bytes(live, Ref(live.program.nodes[step.node].outputs[0]))
             if size >= CHAINED_BYTES:
                 yield 0, index, size
@@ -194,9 +196,9 @@ def _constant_bytes(live: Liveness, ref: Ref) -> int:
     return live.made[ref][1] if live.roots(ref) == {ref} or any(written) else 0
 
 
-def is_constant(program: Program, step: Step) -> bool:
+def is_constant(program: Program, step: Apply) -> bool:
     """Whether the backward pass makes a step's one result of literals alone."""
-    if not isinstance(step, Apply) or set(step.operands) != {None}:
+    if set(step.operands) != {None}:
         return False
     node = program.nodes[step.node]
     pure = node.kind == "op" and node.backward and not node.eqn.effects
