@@ -22,7 +22,7 @@ from criteria_table import markdown
 from shardfn.analysis import targets
 
 RESULTS = Path(__file__).parent / "results" / "v5p"
-DEFAULT = ("gpt-1.3b-8", "llama-7b-64")
+DEFAULT = ("gpt-1.3b-8",)
 AGGREGATOR = {"xla_tpu_enable_sparse_core_collective_aggregator": "true"}
 LAYERS = AGGREGATOR | {"xla_tpu_enable_latency_hiding_layer_scheduler": "true"}
 DEPENDENT = "xla_tpu_enable_layer_scheduler_for_dependent_collectives"
