@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from program import Made, Program
 
@@ -220,6 +221,64 @@ def as_levanter_shards(lib: Any, made: Made) -> Any:
         return trainer._jit_train_step_fn_no_hook.lower(state, batch, named)
 
 
+def make_nanodo(train: Any) -> Made:
+    """Its default configuration, tiny, in float32, with the metrics of every layer off:
+    they are of rounding alone where a layer's mean is zero."""
+    sizes = {"D": 32, "H": 4, "L": LENGTH, "N": 2, "F": 64, "dtype": "float32"}
+    config = importlib.import_module("nanodo.configs.default").get_config()
+    config.model.update(sizes)
+    config.log_internal_metrics = False
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
+    model, loss = train.model_factory.get_model_and_loss(config, VOCABULARY)
+    stored, state = train._init_train_state(config, model, jax.random.key(0), mesh)
+    trainer = train.Trainer(config, state, mesh, stored, loss)
+    bound = {"c": config, "get_loss_fn": loss}
+    return Made((state, tokens()), {"of_step": bound, "trainer": trainer})
+
+
+def nanodo_step(train: Any, bound: dict[str, Any]) -> Any:
+    return functools.partial(train._train_step, **bound["of_step"])
+
+
+def as_nanodo_shards(train: Any, made: Made) -> jax.stages.Lowered:
+    """With its partitioning of each kind of layer, FSDP."""
+    return made.bound["trainer"].step_fn.lower(*made.args)
+
+
+def of_spec(key: jax.Array, spec: jax.ShapeDtypeStruct) -> jax.Array:
+    """Values as those of the program's own data set for its smallest configuration,
+    which is random; every flag is set."""
+    if jnp.issubdtype(spec.dtype, jnp.floating):
+        return jax.random.uniform(key, spec.shape, spec.dtype, -1, 1)
+    if jnp.issubdtype(spec.dtype, jnp.integer):
+        return jax.random.randint(key, spec.shape, 0, 2048, spec.dtype)
+    return jnp.ones(spec.shape, spec.dtype)
+
+
+def make_openpi(train: Any) -> Made:
+    """The program's own smallest configuration, with an image encoder of one layer: it
+    has one of 27 alone."""
+    siglip = importlib.import_module("openpi.models.siglip")
+    small = siglip.decode_variant("mu/14")
+    siglip.decode_variant = lambda _: small
+    config = train._config.get_config("debug")
+    model = dataclasses.replace(
+        config.model, dtype="float32", action_horizon=8, max_token_len=8
+    )
+    config = dataclasses.replace(config, batch_size=8, fsdp_devices=8, model=model)
+    mesh = train.sharding.make_mesh(config.fsdp_devices)
+    state, _ = train.init_train_state(config, jax.random.key(0), mesh, resume=False)
+    state = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), state)
+    specs = model.inputs_spec(batch_size=config.batch_size)
+    keys = iter(jax.random.split(jax.random.key(2), len(jax.tree.leaves(specs))))
+    batch = jax.tree.map(lambda spec: of_spec(next(keys), spec), specs)
+    return Made((jax.random.key(1), state, batch), {"config": config})
+
+
+def openpi_step(train: Any, bound: dict[str, Any]) -> Any:
+    return functools.partial(train.train_step, bound["config"])
+
+
 TRAINERS = {
     "gemma": Program(
         *("google/flax", "examples/gemma/train.py"), make_gemma, nnx_train_step
@@ -239,6 +298,16 @@ TRAINERS = {
         *(make_levanter, levanter_step),
         own=as_levanter_shards,
         python=(3, 12),
+    ),
+    "nanodo": Program(
+        *("google-deepmind/nanodo", "nanodo/train.py"),
+        *(make_nanodo, nanodo_step),
+        own=as_nanodo_shards,
+    ),
+    "openpi": Program(
+        *("Physical-Intelligence/openpi", "scripts/train.py"),
+        *(make_openpi, openpi_step),
+        tol=5e-5,
     ),
     "tunix": Program(
         *("google/tunix", "tunix/sft/peft_trainer.py"), make_tunix, peft_step
