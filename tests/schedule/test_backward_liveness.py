@@ -299,7 +299,11 @@ def test_what_waits_changes_no_bit(tied, tokens, monkeypatch) -> None:
 @pytest.mark.aot("h100:8")
 @pytest.mark.standard_promotion
 def test_logits_do_not_wait_for_the_loop_on_gpus(monkeypatch) -> None:
-    """XLA would make the gradient of the tied table behind it, before JAX 0.11."""
+    """XLA would make the gradient of the tied table behind it, before JAX 0.11.
+
+    Later ones make it in front by themselves; the two programs then differ by no
+    more than one number for each token.
+    """
     temporary, vocabulary, tokens = {}, 8192, 2048
     for held in (True, False):
         if not held:
@@ -308,6 +312,10 @@ def test_logits_do_not_wait_for_the_loop_on_gpus(monkeypatch) -> None:
         compiled = case.compile()
         assert case.plan.verify(compiled).ok
         temporary[held] = compiled.memory_analysis().temp_size_in_bytes
-    logits, table = 2 * tokens * vocabulary, 2 * vocabulary * WIDTH
-    least = (logits - table) / 2 if jax.__version_info__ < (0, 11) else 0
-    assert temporary[False] - temporary[True] >= least
+    saved = temporary[False] - temporary[True]
+    if jax.__version_info__ < (0, 11):
+        logits, table = 2 * tokens * vocabulary, 2 * vocabulary * WIDTH
+        assert saved >= (logits - table) / 2
+    else:
+        number_per_token = 4 * tokens
+        assert saved >= -number_per_token
