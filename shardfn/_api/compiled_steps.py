@@ -122,7 +122,8 @@ class Programs:
     @property
     def heap(self) -> Heap:
         """How their compiler uses memory."""
-        return heap_of(tuple(self.storage.given.devices.flat), self.options)
+        heap = heap_of(tuple(self.storage.given.devices.flat), self.options)
+        return replace(heap, donates=self.donate)
 
     def jitted(
         self,

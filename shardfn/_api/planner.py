@@ -65,9 +65,8 @@ def plan_traced(
     asked, control = control, control.on(axes)
     shapes = [aval.shape for aval in traced.jaxpr.in_avals]
     arguments: list[Any] = [None] * len(shapes)
-    for k, (i, sharding) in enumerate(
-        zip(traced.given, (*stored, *batch), strict=True)
-    ):
+    inputs = (*stored, *batch)
+    for k, (i, sharding) in enumerate(zip(traced.given, inputs, strict=True)):
         arguments[i] = argument(shapes[i], sharding, is_state=k < len(stored))
 
     def arrange(program: Program) -> Program:
@@ -86,7 +85,6 @@ def plan_traced(
         )
         return fold_transposes(program)
 
-    inputs = (*stored, *batch)
     made = plan_jaxpr(
         traced.jaxpr,
         inputs,
@@ -144,6 +142,7 @@ def _facts(
         [*autos, *[()] * (len(traced.order) - len(state))],
         traced.program,
         frozenset(i for i, leaf in enumerate(state) if leaf.memory == HOST),
+        frozenset((*range(len(state)), *(j for j, _ in traced.caches))),
     )
 
 

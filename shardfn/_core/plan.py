@@ -262,6 +262,7 @@ class BodyPlan:
       exports: versions that are handed out besides the outputs.
       on_host: arguments that arrive in the host's memory.
       to_host: outputs that leave there.
+      aliased: outputs that are written over arguments, if those are donated.
       host: what is run in place of the steps if there are any.
     """
 
@@ -273,6 +274,7 @@ class BodyPlan:
     exports: tuple[Ref, ...] = ()
     on_host: frozenset[int] = frozenset()
     to_host: frozenset[int] = frozenset()
+    aliased: frozenset[int] = frozenset()
     host: HostSchedule | None = None
 
     @property

@@ -41,6 +41,7 @@ class StepFacts:
       program: the jaxpr as a program, if it was made before.
       on_host: arguments that arrive in the host's memory, and the results of the same
         positions, which leave there.
+      aliased: results that are written over arguments, if those are donated.
     """
 
     arguments: Sequence[Argument]
@@ -49,6 +50,7 @@ class StepFacts:
     auto_outputs: Sequence[AutoSplit]
     program: Program | None = None
     on_host: frozenset[int] = frozenset()
+    aliased: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +196,8 @@ class Planner:
             body = split_automatically(
                 program, body, self.facts.auto_inputs, self.facts.auto_outputs
             )
-            on_host = self.facts.on_host
-            body = replace(body, on_host=on_host, to_host=on_host)
+            on_host, aliased = self.facts.on_host, self.facts.aliased
+            body = replace(body, on_host=on_host, to_host=on_host, aliased=aliased)
         observe("propagate", program, body)
         return program, schedule(program, body, control, axes, observe)
 

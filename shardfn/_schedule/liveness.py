@@ -35,7 +35,6 @@ class Liveness:
       body: its plan.
       axes: the mesh axes.
       delays_sums: whether the compiler delays the sums of loops.
-      is_step: whether its results are written over its arguments where it can be.
       made: per version, the step that makes it and its bytes.
       results: per step, the versions that it makes.
       readers: per version, the steps that read it, and as which operand; -1 for none.
@@ -48,7 +47,6 @@ class Liveness:
     body: BodyPlan
     axes: Axes
     delays_sums: bool
-    is_step: bool = False
     made: dict[Ref, tuple[Step | HostStep, int]] = field(default_factory=dict)
     results: list[list[Ref]] = field(default_factory=list)
     readers: dict[Ref, list[tuple[Step | HostStep, int]]] = field(default_factory=dict)
@@ -67,10 +65,9 @@ class Liveness:
             for ref in reads(step):
                 at = operands.index(ref) if ref in operands else -1
                 self.readers.setdefault(ref, []).append((step, at))
-        if self.is_step:  # new state is written over the old one
-            for ref in outputs[: len(self.program.inputs)]:
-                if ref in self.made:
-                    self.made[ref] = self.made[ref][0], 0
+        for ref in (outputs[j] for j in self.body.aliased):
+            if ref in self.made:
+                self.made[ref] = self.made[ref][0], 0
 
     def profile(self) -> list[int]:
         """While each step runs, the bytes of what the body makes that live; 0 in the

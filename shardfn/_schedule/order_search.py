@@ -8,12 +8,13 @@ large term of a sum stands in front of a loop or behind it, whichever is better.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from shardfn._core.plan import Apply, BodyPlan, Ref, Step
+from shardfn._core.plan import Apply, BodyPlan, Ref
 from shardfn._core.program import Node, Program, mixes_passes
 from shardfn._core.sharding import Axes
 from shardfn._schedule.backward_liveness import Choice, around_loop, choices, loops
+from shardfn._schedule.bodies import inside
 from shardfn._schedule.chain_reduce_scatters import can_chain, chain_reduce_scatters
 from shardfn._schedule.liveness import Liveness
 from shardfn._schedule.open_order import open_order
@@ -30,26 +31,10 @@ def search_order(program: Program, body: BodyPlan, axes: Axes) -> BodyPlan:
     Returns:
       The plan.
     """
-    return _ordered(program, body, axes, is_step=True)
-
-
-def _ordered(
-    program: Program, body: BodyPlan, axes: Axes, *, is_step: bool
-) -> BodyPlan:
     if not mixes_passes(program):
         return body
-    steps: list[Step] = []
-    for step in body.steps:
-        if isinstance(step, Apply) and step.bodies:
-            node = program.nodes[step.node]
-            inner = tuple(
-                _ordered(p, b, axes, is_step=False)
-                for p, b in zip(node.bodies, step.bodies, strict=True)
-            )
-            step = replace(step, bodies=inner)
-        steps.append(step)
-    body = replace(body, steps=tuple(steps))
-    return _Search(program, body, axes, is_step).found()
+    body = inside(program, body, lambda p, b: search_order(p, b, axes))
+    return _Search(program, body, axes).found()
 
 
 def _keeps_apart(node: Node) -> bool:
@@ -64,7 +49,6 @@ class _Search:
     program: Program
     body: BodyPlan
     axes: Axes
-    is_step: bool
     within: dict[int, int] = field(default_factory=dict)
 
     def found(self) -> BodyPlan:
@@ -110,7 +94,6 @@ class _Search:
             body,
             self.axes,
             delays_sums=False,
-            is_step=self.is_step,
             within=self.within,
         )
         return live.profile(), open_order(live)

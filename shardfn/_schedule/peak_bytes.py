@@ -4,7 +4,7 @@ In: a program and its plan, and how a compiler uses memory. Out: bytes. An estim
 compiler's own schedule and how it packs its buffers are not known to it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardfn._core.plan import BodyPlan
 from shardfn._core.program import Program
@@ -20,10 +20,12 @@ class Heap:
     Attributes:
       delays_sums: whether the sums of a loop wait for an iteration, see `delayed_sums`.
       holes: what its heap takes beyond what lives at once, as a part of that.
+      donates: whether new state is written over the old one.
     """
 
     delays_sums: bool = False
     holes: float = 0
+    donates: bool = True
 
 
 def peak_bytes(program: Program, body: BodyPlan, axes: Axes, heap: Heap) -> int:
@@ -46,5 +48,7 @@ def peak_bytes(program: Program, body: BodyPlan, axes: Axes, heap: Heap) -> int:
         )
         if i not in body.on_host
     )
-    most = max(Liveness(program, body, axes, heap.delays_sums, is_step=True).profile())
+    if not heap.donates:
+        body = replace(body, aliased=frozenset())
+    most = max(Liveness(program, body, axes, heap.delays_sums).profile())
     return arguments + most + int(most * heap.holes)

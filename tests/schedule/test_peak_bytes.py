@@ -2,6 +2,7 @@
 Out: what their plans say that they take of a device.
 """
 
+import functools
 import json
 import sys
 from collections.abc import Callable
@@ -36,13 +37,18 @@ def taken(loss: Callable[..., Any], params: Any, batch: Any, **options: Any) -> 
         value, grads = jax.value_and_grad(loss)(params, batch)
         return jax.tree.map(lambda p, g: p - g, params, grads), value
 
+    return taken_by(train, params, batch, **options)
+
+
+def taken_by(train: Callable[..., Any], state: Any, batch: Any, **options: Any) -> int:
+    """The same, of any step."""
     mesh = options.pop("mesh", cpu_mesh(8))
     step = shardfn.fully_shard(
         train, mesh, offload="1GiB", stationary=False, min_size=16, **options
     )
-    choice = step.plan(params, batch).offload
+    choice = step.plan(state, batch).offload
     assert choice is not None
-    given = sum(x.size * FLOAT for x in jax.tree.leaves((params, batch)))
+    given = sum(x.size * FLOAT for x in jax.tree.leaves((state, batch)))
     return choice.without - given // 8
 
 
@@ -115,6 +121,36 @@ def test_stacks_are_not_made_over_the_slices_that_are_read() -> None:
     assert activations == gradients
     found = taken(scanned, floats(layers, wide, wide), floats(ROWS, wide))
     assert found >= activations + gradients
+
+
+@pytest.mark.parametrize("beside", [lambda x: x, lambda x: (0.0, x)])
+def test_results_beside_the_state_take_memory(beside: Callable[..., Any]) -> None:
+    """Even if they stand where the batch does among the arguments."""
+
+    def train(w: jax.Array, x: jax.Array, returned: bool) -> Any:
+        grad = jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w)))(w)
+        return w - grad, beside(x @ w) if returned else ()
+
+    given = floats(2, VOCABULARY), floats(ROWS, 2)
+    with_logits, without = (
+        taken_by(functools.partial(train, returned=returned), *given)
+        for returned in (True, False)
+    )
+    assert with_logits - without == LOCAL * VOCABULARY * FLOAT
+
+
+def test_a_new_state_beside_the_old_one_takes_memory() -> None:
+    def train(state: Any, x: jax.Array) -> Any:
+        grad = jax.grad(scanned)(state["w"], x)
+        mu = 0.9 * state["mu"] + grad
+        nu = 0.9 * state["nu"] + grad**2
+        return {"w": state["w"] - mu / jnp.sqrt(nu), "mu": mu, "nu": nu}, ()
+
+    leaf = floats(50, 64, 64)
+    given = {name: leaf for name in ("w", "mu", "nu")}, floats(ROWS, 64)
+    new = 3 * leaf.size * FLOAT // 8
+    assert taken_by(train, *given) < new
+    assert taken_by(train, *given, donate=False) >= new
 
 
 @pytest.fixture(scope="module")
