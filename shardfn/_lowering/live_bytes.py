@@ -4,13 +4,12 @@ In: a program and its plan. Out: bytes, by which two plans of one program are co
 what a compiler fuses or updates in place counts in both.
 """
 
-import math
 from collections.abc import Iterator
 
 from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step, reads
 from shardfn._core.program import Program
-from shardfn._core.sharding import Axes, Sharding, local_shape
-from shardfn._core.sizes import itemsize
+from shardfn._core.sharding import Axes, Sharding
+from shardfn._core.sizes import local_bytes
 
 
 def live_bytes(program: Program, body: BodyPlan, axes: Axes) -> int:
@@ -33,7 +32,7 @@ def live_bytes(program: Program, body: BodyPlan, axes: Axes) -> int:
     live = most = 0
     for i, step in enumerate(body.steps):
         for ref, sharding in _made(program, step):
-            size = _local_bytes(program, ref, sharding, axes)
+            size = local_bytes(program.avals[ref.value], sharding, axes)
             if isinstance(step, Reshard) and step.in_bits:
                 size //= step.itemsize
             live += size
@@ -59,9 +58,3 @@ def _inside(program: Program, step: Step, axes: Axes) -> int:
         return 0
     bodies = zip(program.nodes[step.node].bodies, step.bodies, strict=True)
     return max((live_bytes(p, body, axes) for p, body in bodies), default=0)
-
-
-def _local_bytes(program: Program, ref: Ref, sharding: Sharding, axes: Axes) -> int:
-    aval = program.avals[ref.value]
-    shape = getattr(aval, "shape", ())
-    return math.prod(local_shape(shape, sharding, axes)) * itemsize(aval)

@@ -53,6 +53,11 @@ class CompilerOption:
     most: int = 0
     quantized: bool = False
 
+    def is_for(self, device: Any, platform: str) -> bool:
+        """Whether it is of use on a device of a platform."""
+        is_kind = not self.kinds or device.device_kind in self.kinds
+        return self.platform == platform and is_kind
+
 
 _SPARSE_CORES = ("TPU v5", "TPU v5p", "TPU v6 lite")
 _OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload"
@@ -173,12 +178,7 @@ def tried(devices: Sequence[Any], name: str) -> dict[str, Any]:
     """The options of one row of `TRIED`, as the compiler of these devices spells them;
     nothing if it is another platform's, or does not know one of them."""
     device, platform = device_and_platform(devices)
-    rows = [
-        option
-        for option in TRIED[name]
-        if option.platform == platform
-        and (not option.kinds or device.device_kind in option.kinds)
-    ]
+    rows = [option for option in TRIED[name] if option.is_for(device, platform)]
     known = _known(device, rows) if rows else {}
     return known if len(known) == len(rows) else {}
 
@@ -225,9 +225,8 @@ def compiler_options(
     ours = [
         option
         for option in OPTIONS
-        if option.platform == platform
+        if option.is_for(device, platform)
         and (processes.span(devices) > 1 or not option.hosts)
-        and (not option.kinds or device.device_kind in option.kinds)
         and (not option.most or len(devices) <= option.most)
         and (quantizes or not option.quantized)
         and given_by_user.isdisjoint((*dict(option.spellings), *option.decided_by))

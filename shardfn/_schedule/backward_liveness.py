@@ -11,7 +11,6 @@ to before the step begins.
 """
 
 import itertools
-import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
@@ -19,8 +18,8 @@ from typing import Literal, NamedTuple
 from shardfn._core.limits import CHAINED_BYTES
 from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step, reading, reads
 from shardfn._core.program import Node, Program
-from shardfn._core.sharding import Axes, Sharding, is_unreduced, local_shape
-from shardfn._core.sizes import itemsize
+from shardfn._core.sharding import Axes, Sharding, is_unreduced
+from shardfn._core.sizes import itemsize, local_bytes
 from shardfn._schedule.chain_reduce_scatters import scatters_alone
 from shardfn._schedule.open_order import is_constant
 from shardfn._schedule.wire_dtypes import sums_gradient
@@ -283,12 +282,9 @@ class _Around:
         return self.readers.get(self.result(index), [])
 
     def nbytes(self, index: int) -> int:
-        return self.local_bytes(self.result(index))
-
-    def local_bytes(self, ref: Ref) -> int:
+        ref = self.result(index)
         aval = self.program.avals[ref.value]
-        shape = local_shape(aval.shape, self.shardings[ref], self.axes)
-        return math.prod(shape) * itemsize(aval)
+        return local_bytes(aval, self.shardings[ref], self.axes)
 
     def cotangent(self, loop: Apply) -> Ref | None:
         """An operand of the loop, no term, that the backward pass makes."""

@@ -4,7 +4,6 @@ In: a plan whose sums are quantized. Out: the plan, in which the quantized sum b
 `error_feedback` makes the residual, too; or an error where no terms come there.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NoReturn
@@ -17,8 +16,8 @@ from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step, reading
 from shardfn._core.program import Node, Program
 from shardfn._core.reasons import Note, noted
 from shardfn._core.residual import feed_back_p
-from shardfn._core.sharding import Axes, local_shape
-from shardfn._core.sizes import itemsize
+from shardfn._core.sharding import Axes
+from shardfn._core.sizes import local_bytes
 from shardfn._schedule.bodies import inside
 from shardfn._schedule.quantize_moves import by_axis
 from shardfn._schedule.versions import fresh
@@ -126,7 +125,7 @@ def _size(program: Program, body: BodyPlan, node: Node, axes: Axes) -> int:
         if isinstance(step, Apply) and program.nodes[step.node] is node
     )
     aval = program.avals[node.outputs[1]]
-    return math.prod(local_shape(aval.shape, next(shardings), axes)) * itemsize(aval)
+    return local_bytes(aval, next(shardings), axes)
 
 
 def _check(

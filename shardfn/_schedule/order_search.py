@@ -37,8 +37,9 @@ def search_order(program: Program, body: BodyPlan, axes: Axes) -> BodyPlan:
     return _Search(program, body, axes).found()
 
 
-def _keeps_apart(node: Node) -> bool:
-    """Whether it is a loop over layers, not over microbatches."""
+def _is_backward_loop(node: Node) -> bool:
+    """Whether it is a loop over layers that runs backward, not one over microbatches,
+    which holds both passes."""
     return node.is_loop and node.backward
 
 
@@ -105,5 +106,6 @@ class _Search:
 
     def in_loops(self, body: BodyPlan, bytes_live: list[int]) -> Iterator[int]:
         for step, live in zip(body.steps, bytes_live, strict=False):
-            if isinstance(step, Apply) and _keeps_apart(self.program.nodes[step.node]):
-                yield live
+            if isinstance(step, Apply):
+                if _is_backward_loop(self.program.nodes[step.node]):
+                    yield live

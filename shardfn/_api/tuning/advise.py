@@ -13,7 +13,7 @@ from shardfn._core.limits import JOINED_BYTES, LARGER_FUSIONS_SAVE
 from shardfn._core.moves import AllGather, ReduceScatter
 from shardfn._core.phases import BACKWARD, FORWARD
 from shardfn._lowering.choose_dimensions import StoredByUse
-from shardfn._lowering.xla_options import LARGER_FUSIONS, tried
+from shardfn._lowering.xla_options import LARGER_FUSIONS, NOT_DELAYED, tried
 from shardfn.analysis._figures import Figures
 from shardfn.analysis._text import seconds_text
 from shardfn.analysis.advice import Advice
@@ -160,7 +160,7 @@ def _flags(figures: Figures, devices: Devices, memory: int) -> Iterator[Advice]:
         ("four transfers in flight", both, False),
         ("gathers pipelined over ICI", gathers, False),
         ("layer scheduler", both, False),
-        ("sums not delayed by XLA", 0.0, True),
+        (NOT_DELAYED, 0.0, True),
     ):
         if not (saves or (frees and figures.memory.peak > memory)):
             continue
