@@ -6,6 +6,7 @@ except the compile time. Needs the extra `aot`.
 
     python benchmarks/communication.py                 # both cases below, H100
     python benchmarks/communication.py --case 7b --target h100:64
+    python benchmarks/communication.py --case 7b --html page.html    # one page
 """
 
 import argparse
@@ -78,7 +79,7 @@ def largest(leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*before, "data"))
 
 
-def run(case: str, target: str | None) -> None:
+def run(case: str, target: str | None, html: Path | None) -> None:
     model, default_target, rows = CASES[case]
     target = target or default_target
     mesh = targets.mesh(target)
@@ -92,6 +93,9 @@ def run(case: str, target: str | None) -> None:
     names = ("inputs", "targets", "segments", "positions")
     batch = {name: tokens for name in names}
     step = shardfn.fully_shard(train_step, mesh)
+    if html:
+        html.write_text(step.on(target, state, batch).html(), encoding="utf-8")
+        return
     plan = step.plan(state, batch)
     m = plan.parameter_bytes
     print(
@@ -119,9 +123,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--case", choices=CASES, action="append")
     parser.add_argument("--target", help="such as h100:8 or tpu:v5e:2x4")
+    parser.add_argument("--html", type=Path, help="write the page of shardfn's step")
     arguments = parser.parse_args()
     for case in arguments.case or CASES:
-        run(case, arguments.target)
+        run(case, arguments.target, arguments.html)
 
 
 if __name__ == "__main__":
