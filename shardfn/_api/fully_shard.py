@@ -111,47 +111,55 @@ def fully_shard(
       mesh: device mesh with an axis called `axis`, of `n` devices. They may be devices
         that are not there; then only `lower` and `plan` work. Without a mesh the result
         is a `LocalStep`, for use inside the caller's own `jax.shard_map` or `jax.pmap`.
-      axis: mesh axis to shard over, or several, major to minor: the batch is split over
-        all of them, parameters over the last, and gradients are reduce-scattered over
-        the last and then all-reduced over the others. Other axes of the mesh are left
-        to XLA: state that comes in split over them keeps that split.
-      min_size: state leaves with fewer elements stay replicated.
-      strict: raise instead of warning when a primitive has no op sharding rule and
-        would run on gathered operands.
+      axis: mesh axis to shard over, `"data"` by default. Of several, major to minor,
+        the batch is split over all and parameters over the last; gradients are
+        reduce-scattered over the last and then all-reduced over the others. Give two if
+        only the devices of a host should gather from each other. Axes of the mesh that
+        are not named are left to XLA: state that comes in split over them keeps that
+        split.
+      min_size: state leaves with fewer elements stay replicated, 16,384 by default. A
+        larger one saves small gathers, whose latency counts; every device then holds
+        more whole leaves.
+      strict: raise when a primitive has no op sharding rule and would run on gathered
+        operands. By default this is a warning, and the step runs.
       state_argnums: position of the state among the arguments, or positions: then as
-        many results come first. "auto": the arguments that come back with their
-        structure, shapes and dtypes, updated, wherever they stand among the arguments
-        and the results; arguments that are like the state, or like a part of it, are
-        stored like it and read only. `repr(step)` and the plan say which. Of a function
-        that returns none, such as an evaluation, it is the first argument, or what
-        arrives stored, and read only. Without a mesh, the first.
-      batch_spec: pytree prefix of the other arguments (of the only other one, or a
-        tuple of several; entries for arguments that are read only do not count) with a
-        `PartitionSpec` or None per leaf. None splits dimension 0; scalars and PRNG keys
-        are replicated, raw ones where the step makes random numbers from them as they
-        are.
-      donate: give the state's buffers to the new state; the old one cannot be used
-        again.
-      verify: `"error"` or `"warn"`: when the step is first compiled, and for each new
-        set of shapes, hold what the compiler made against the plan and refuse to run,
-        or warn, if it moves something else (see `Plan.verify`). Takes the time to read
-        the compiled program, and nothing per step. Not where the step is called under
-        another transform, whose program it is then a part of.
-      compiler_options: of XLA, in place of its defaults, a mapping from names to
-        values, as in `jax.jit`. On GPUs and TPUs some are set that make transfers run
-        beside matmuls, if the installed compiler knows them; `step.compiler_options`
-        shows which. One that is named here, in XLA_FLAGS or in LIBTPU_INIT_ARGS is the
+        many results come first. `"auto"`, the default: the arguments that come back
+        with their structure, shapes and dtypes, updated, wherever they stand among the
+        arguments and the results; arguments that are like the state, or like a part of
+        it, are stored like it and read only. Of a function that returns none, such as
+        an evaluation, it is the first argument, or what arrives stored, and read only.
+        Without a mesh, the first. `repr(step)` and the plan say which it is; give
+        positions if that is not what you mean.
+      batch_spec: how the other arguments are split: a pytree prefix of them (of the
+        only other one, or a tuple of several; entries for arguments that are read only
+        do not count) with a `PartitionSpec` or None per leaf. None, the default, splits
+        dimension 0; scalars and PRNG keys are replicated, raw ones where the step makes
+        random numbers from them as they are. Give specs to replicate a leaf, or to
+        split another dimension, such as that of the sequence.
+      donate: give the state's buffers to the new state, as by default; the old one
+        cannot be used again. False: both are in memory at once.
+      verify: hold what the compiler made against the plan (see `Plan.verify`), when the
+        step is first compiled and for each new set of shapes. `"off"`, the default: no.
+        `"warn"`: warn if it moves something else. `"error"`: refuse to run. It takes
+        the time to read the compiled program, and nothing per step. Not where the step
+        is called under another transform, whose program it is then a part of.
+      compiler_options: options of XLA, a mapping from names to values, as in `jax.jit`.
+        None, the default: on GPUs and TPUs some are set that make transfers run beside
+        matmuls, if the installed compiler knows them; `step.compiler_options` shows
+        which. One that is named here, in XLA_FLAGS or in LIBTPU_INIT_ARGS is the
         user's: its value here counts, and None leaves it to XLA. False: none is set.
         None of them counts where the step is called under another transform.
-      options: path of a file that `python -m shardfn tune` or `Tuning.save` wrote: its
-        options count where none is given here, those of the compiler on the platform
-        that they were chosen for. A step that has changed since is refused.
+      options: path of a file that `python -m shardfn tune` or `Tuning.save` wrote; none
+        by default. Its options count where none is given here, those of the compiler on
+        the platform that they were chosen for. A step that has changed since is
+        refused.
       shard_for: arguments of the step as an example, a tuple of arrays or
-        `ShapeDtypeStruct`s. Leaves of the state are then stored on the dimensions with
-        which the step sends least for them, as `best_dimensions` finds, where few rows
-        meet large leaves; those of which `shard` says something, as it says. The same
-        arguments give the same dimensions, on every process. Takes the time of some
-        plans, and nothing per step.
+        `ShapeDtypeStruct`s; none by default. Leaves of the state are then stored on the
+        dimensions with which the step sends least for them, as `best_dimensions` finds,
+        where few rows meet large leaves; those of which `shard` says something, as it
+        says. Give it for decoding and other small batches. The same arguments give the
+        same dimensions, on every process. It takes the time of some plans, and nothing
+        per step.
       **leaf_options: the options that may differ from leaf to leaf, a row each of
         `LeafOptions`; `help(fully_shard)` has their text here.
 

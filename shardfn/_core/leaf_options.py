@@ -50,18 +50,19 @@ class LeafOptions(TypedDict, total=False):
                 "_schedule.share_gathers",
                 "_schedule.loop_invariants",
             ),
-            doc="""Whether the backward pass gathers a parameter again. True: yes; twice
-            its bytes are gathered, and it is whole only while a layer uses it. False:
-            what the forward pass gathered is kept; half the bytes, and all such
-            parameters are whole at the end of the forward pass (a scan over layers
-            stacks them). A number `k` that divides the devices of the axis: each device
-            keeps a `k`-th, and the backward pass gathers within groups of `k`
+            doc="""Whether the backward pass gathers a parameter again. True: yes; a
+            parameter is whole only while a layer uses it, and twice its bytes are
+            gathered. False: what the forward pass gathered is kept; half the bytes, and
+            all such parameters are whole at the end of the forward pass (a scan over
+            layers stacks them). A number `k` that divides the devices of the axis: each
+            device keeps a `k`-th, and the backward pass gathers within groups of `k`
             neighbours, such as those of one host: `(k-1)/k` of a parameter's bytes,
             over their links alone, and a `k`-th of all such parameters in memory
-            between the passes. "auto": only if more than its own bytes are gathered
-            between the two uses, so not for the last layer or the head; and within one
-            pass, such as for a table that is tied to the head, only if what is kept
-            would be more than a tenth of them.""",
+            between the passes. "auto", the default: only if more than its own bytes are
+            gathered between the two uses, so not for the last layer or the head; and
+            within one pass, such as for a table that is tied to the head, only if what
+            is kept would be more than a tenth of them. Pass True if memory is short,
+            False if memory is left and transfers are slow.""",
         ),
     ]
     stationary: Annotated[
@@ -72,12 +73,13 @@ class LeafOptions(TypedDict, total=False):
             read_by=("_lowering.plan_jaxpr",),
             doc="""Whether a parameter stays where it is stored and the activations that
             meet it move to it, as in tensor parallelism, instead of the parameter being
-            gathered. True: yes, and its gradient is in no collective; activations, or
-            their sums, are gathered, exchanged and reduce-scattered around it. That is
-            less where they are smaller than the parameter: few rows, tables with few
-            lookups, decoding. False: no. "auto": if the whole step then sends a
-            fifth less, and at least 256 KiB per device. A leaf that is stored padded or
-            flattened is gathered in any case.""",
+            gathered. True: yes; its gradient is in no collective, and activations, or
+            their sums, are gathered, exchanged and reduce-scattered around it. False:
+            no. "auto", the default: if the whole step then sends a fifth less, and at
+            least 256 KiB per device. That is where activations are smaller than the
+            parameter: few rows, tables with few lookups, decoding. A leaf that is
+            stored padded or flattened is gathered in any case. Pass True for a leaf
+            that should stay in any case, False for one that should not.""",
         ),
     ]
     gather_dtype: Annotated[
@@ -86,18 +88,18 @@ class LeafOptions(TypedDict, total=False):
             default=None,
             values=WIRE_DTYPE,
             read_by=("_schedule.wire_dtypes", "_schedule.quantize_moves"),
-            doc="""Floating-point dtype that parameters are cast to before they are
-            gathered, and back behind it: bfloat16 halves the bytes of a step in
-            float32, and rounds the weights that it multiplies with. Parameters that the
-            step itself casts to this or a narrower dtype are not touched. With int8,
-            float8_e4m3fn or float8_e5m2 they are quantized on their shards, in blocks
-            that have a scale each, and read in the step's dtype behind the gather: half
-            of bfloat16's bytes. Each device then multiplies with the rounded weights,
-            the update starts from the exact ones, and derivatives do not see it. Values
-            of fewer than 65,536 elements stay exact, unless their very leaf is named,
-            and so do gathers of the update. `{"dcn": "int8"}` quantizes over
-            that mesh axis alone, by path `{"*": {"dcn": "int8"}}`. None: as the step
-            has them.""",
+            doc="""Dtype that parameters are cast to before they are gathered, and back
+            behind it. None, the default: as the step has them. bfloat16: half the bytes
+            of a step in float32, whose weights are then rounded before it multiplies
+            with them; parameters that the step itself casts to this or a narrower dtype
+            are not touched. int8, float8_e4m3fn or float8_e5m2: half of bfloat16's
+            bytes. Parameters are then quantized on their shards, in blocks that have a
+            scale each, and read in the step's dtype behind the gather; the update
+            starts from the exact ones, and derivatives do not see it. Values of fewer
+            than 65,536 elements stay exact, unless their very leaf is named, and so do
+            gathers of the update. `{"dcn": "int8"}` quantizes over that mesh axis
+            alone, by path `{"*": {"dcn": "int8"}}`. Give one if gathers take longer
+            than the matmuls beside them, and the rounding does no harm.""",
         ),
     ]
     reduce_dtype: Annotated[
@@ -110,20 +112,21 @@ class LeafOptions(TypedDict, total=False):
                 "_schedule.widen_reductions",
                 "_schedule.quantize_moves",
             ),
-            doc="""Floating-point dtype that gradients are summed over devices in. With
-            float32, gradients that the step makes in bfloat16 leave their matrix
-            product as float32 and are rounded after the sum, if at all: twice the bytes
-            of a reduce-scatter. A narrower one than the step's halves them and rounds
-            each device's term. With int8, float8_e4m3fn or float8_e5m2 terms are
-            quantized in blocks that have a scale each, exchanged by an all-to-all, and
-            summed in float32 once: half of bfloat16's bytes, and one rounding per term.
-            What every device gets whole, such as the sum over hosts where the state is
-            sharded within each, is then gathered in the same dtype, which rounds the
-            sum, too. Values of fewer than 65,536 elements stay exact, unless their very
-            leaf is named. `{"dcn": "int8"}` quantizes over that mesh axis alone, by
-            path `{"*": {"dcn": "int8"}}`. What is summed behind a stationary leaf that
-            is split along what it contracts is summed in a dtype that is not quantized,
-            too. None: as the step makes them.""",
+            doc="""Dtype that gradients are summed over devices in. None, the default:
+            as the step makes them. float32, for gradients in bfloat16: they leave their
+            matrix product as float32 and are rounded after the sum, if at all, for
+            twice the bytes of a reduce-scatter. A narrower one than the step's: half
+            the bytes, and each device's term is rounded. int8, float8_e4m3fn or
+            float8_e5m2: half of bfloat16's bytes. Terms are then quantized in blocks
+            that have a scale each, exchanged by an all-to-all, and summed in float32
+            once, with one rounding per term. What every device gets whole, such as the
+            sum over hosts where the state is sharded within each, is then gathered in
+            the same dtype, which rounds the sum, too. Values of fewer than 65,536
+            elements stay exact, unless their very leaf is named. A dtype that is not
+            quantized also counts for sums of activations behind a stationary leaf that
+            is split along what it contracts. `{"dcn": "int8"}` quantizes over that mesh
+            axis alone, by path `{"*": {"dcn": "int8"}}`. Give a wider one for accuracy
+            over many devices, a narrower one for slow links.""",
         ),
     ]
     reduce_rounding: Annotated[
@@ -133,11 +136,11 @@ class LeafOptions(TypedDict, total=False):
             values=ROUNDING,
             read_by=("_schedule.quantize_moves",),
             doc="""How terms of gradients are rounded that `reduce_dtype` quantizes.
-            "nearest": to the nearest value, so that small elements of a block are
-            always lost. "stochastic": up or down by chance, such that the average is
-            the term itself. Chance is a hash of the term's bits, its place and its
-            device: the same step on the same values rounds the same way, and no key is
-            held.""",
+            "nearest", the default: to the nearest value, so that small elements of a
+            block are always lost. "stochastic": up or down by chance, such that the
+            average is the term itself, with more noise. Chance is a hash of the term's
+            bits, its place and its device: the same step on the same values rounds the
+            same way, and no key is held.""",
         ),
     ]
     quantize_block: Annotated[
@@ -147,11 +150,11 @@ class LeafOptions(TypedDict, total=False):
             values=POSITIVE,
             read_by=("_schedule.quantize_moves",),
             doc="""How many neighbours share a scale where `gather_dtype` or
-            `reduce_dtype` quantize, along the last dimension that blocks divide on each
-            device. Fewer round less and have more scales, of two bytes each: 1.6% more
-            bytes with 128. If it divides none, blocks are of the largest number above
-            half of it that does, or the value moves as it is, which `plan.explain`
-            says.""",
+            `reduce_dtype` quantize: 128 elements by default, along the last dimension
+            that blocks divide on each device. Fewer round less and have more scales, of
+            two bytes each: 1.6% more bytes with 128. If it divides none, blocks are of
+            the largest number above half of it that does, or the value moves as it is,
+            which `plan.explain` says.""",
         ),
     ]
     accumulate: Annotated[
@@ -165,8 +168,9 @@ class LeafOptions(TypedDict, total=False):
             to a shard; the shards are all-reduced over other mesh axes once, after the
             scan. "defer": each device adds up its own gradients, as large as the
             parameter, and they are reduce-scattered once: for `k` microbatches a `k`-th
-            of the bytes. "auto": deferred if all gradients of the scan together fit in
-            64 MiB.""",
+            of the bytes. "auto", the default: deferred if all gradients of the scan
+            together fit in 64 MiB. Pass "defer" if memory is left for whole gradients,
+            "scatter" if it is not.""",
         ),
     ]
     prefetch: Annotated[
@@ -176,14 +180,15 @@ class LeafOptions(TypedDict, total=False):
             values=COUNT,
             read_by=("_schedule.prefetch", "_schedule.limit_all_gathers"),
             doc="""How many layers ahead a scan over layers gathers, forward and
-            backward. The loop carries the coming layers' gathered weights, so that
-            their gathers can run while a layer computes, for as many layers' weights of
-            memory and as many more gathers of a layer per pass, whose results the last
-            iterations drop. 0: each iteration gathers its own, and the compiler
-            overlaps what it can. In unrolled layers it is a bound, which takes no
-            further gathers: at most so many layers' weights, or without
+            backward. 0, the default: each iteration gathers its own, and the compiler
+            overlaps what it can. More: the loop carries the coming layers' gathered
+            weights, so that their gathers can run while a layer computes, for as many
+            layers' weights of memory and as many more gathers of a layer per pass,
+            whose results the last iterations drop. In unrolled layers it is a bound,
+            which takes no further gathers: at most so many layers' weights, or without
             `jax.checkpoint` so many weights, are gathered or in flight beside those in
-            use; 0 bounds nothing.""",
+            use; 0 bounds nothing. Try 1 if a report says that the device waits for
+            gathers.""",
         ),
     ]
     bucket_bytes: Annotated[
@@ -192,14 +197,15 @@ class LeafOptions(TypedDict, total=False):
             default=0,
             values=COUNT,
             read_by=("_schedule.bucket_kinds",),
-            doc="""Small leaves that a layer gathers, or whose gradients it sums, move
-            together, in one collective of at most so many bytes of whole values; larger
-            ones travel alone, and are not copied. Fewer collectives for the same bytes
-            and the same results to the last bit, but joined leaves are copied once more
-            on either side, and the first gathers and the last sums wait for the others.
-            Leaves with different values of it, or in different dtypes, do not move
-            together, nor those that other mesh axes split. 0: each leaf has a
-            collective of its own, which XLA may still combine.""",
+            doc="""How many bytes of whole values one collective of several small leaves
+            of a layer may move; larger leaves travel alone, and are not copied. 0, the
+            default: each leaf has a collective of its own, which XLA may still combine.
+            More: fewer collectives, for the same bytes and the same results to the last
+            bit, but joined leaves are copied once more on either side, and the first
+            gathers and the last sums wait for the others. Leaves with different values
+            of it, or in different dtypes, do not move together, nor those that other
+            mesh axes split. Pass `2**20` or so if a step has many small leaves, whose
+            latency counts.""",
         ),
     ]
     shard: Annotated[
@@ -209,15 +215,16 @@ class LeafOptions(TypedDict, total=False):
             values=AXES,
             read_by=("storage._layout",),
             doc="""Mesh axes over which leaves of the state are stored split, one
-            dimension per axis. None: the last of `axis`; parameters, gradients and
-            optimizer state are then all sharded (ZeRO-3; hybrid if `axis` has more).
-            False: every device holds the whole leaf. `{"params": False}` shards only
-            the optimizer state: no gather in forward and backward, gradients are
-            reduce-scattered, and new parameters all-gathered in their stored dtype
-            (ZeRO-2, and with `accumulate="defer"` ZeRO-1). `{"params": "data",
-            "opt_state": ("replica", "data")}` gathers over the one axis and updates
-            over both. `False` alone all-reduces whole gradients. `{"table": {"data":
-            -1}}` also asks for the dimension that is split.""",
+            dimension per axis. None, the default: the last of `axis`; parameters,
+            gradients and optimizer state are then all sharded (ZeRO-3; hybrid if `axis`
+            has more). False: every device holds the whole leaf; for all leaves, whole
+            gradients are all-reduced. `{"params": False}` shards only the optimizer
+            state: no gather in forward and backward, gradients are reduce-scattered,
+            and new parameters all-gathered in their stored dtype (ZeRO-2, and with
+            `accumulate="defer"` ZeRO-1). `{"params": "data", "opt_state": ("replica",
+            "data")}` gathers over the one axis and updates over both. `{"table":
+            {"data": -1}}` also asks for the dimension that is split. Change it if
+            parameters fit whole, or if a leaf is better split on another dimension.""",
         ),
     ]
     offload: Annotated[
@@ -226,18 +233,19 @@ class LeafOptions(TypedDict, total=False):
             default=None,
             values=OFFLOAD,
             read_by=("storage._stored_layout",),
-            doc="""The memory that leaves of the state live in. "host": the pinned
-            memory of the host, as in ZeRO-Offload, from where a step takes what it
-            needs, and where it puts what it made of it; `{"opt_state/*": "host"}` frees
-            what an optimizer's moments take. Where an optimizer works element by
-            element, as Adam does, they come and go in blocks of rows, so that the
-            device holds a block; other leaves come as a whole. Leaves of fewer than
-            `min_size` elements stay. "70GiB": of these leaves only what has to go for
-            the step to take at most so much of each device, by the plan's estimate:
-            moments first, then master weights, then parameters. "auto": the same with
-            the memory of the devices, or of the target of a report. It is chosen when
-            the step is first planned, as that needs the batch, and is then how the
-            state is stored. None: the device's.""",
+            doc="""The memory that leaves of the state live in. None, the default: the
+            device's. "host": the pinned memory of the host, as in ZeRO-Offload, from
+            where a step takes what it needs, and where it puts what it made of it;
+            `{"opt_state/*": "host"}` frees what an optimizer's moments take. Where an
+            optimizer works element by element, as Adam does, they come and go in blocks
+            of rows, so that the device holds a block; other leaves come as a whole.
+            Leaves of fewer than `min_size` elements stay. A size such as "70GiB": of
+            these leaves only what has to go for the step to take at most so much of
+            each device, by the plan's estimate: moments first, then master weights,
+            then parameters. "auto": the same with the memory of the devices, or of the
+            target of a report. It is chosen when the step is first planned, as that
+            needs the batch, and is then how the state is stored. Use it if the state
+            does not fit; what is there crosses the host's link in every step.""",
         ),
     ]
     per_device_state: Annotated[
@@ -247,9 +255,9 @@ class LeafOptions(TypedDict, total=False):
             values=PATTERNS,
             read_by=("storage._layout", "_api.plain_step"),
             doc="""Path patterns of leaves that each device keeps for itself, as under
-            `jax.pmap`: batch statistics of a step that is written per device and does
-            not average them. They have a leading dimension of devices, which `init` and
-            `shard` add and the step does not see.""",
+            `jax.pmap`; none by default. They are for batch statistics of a step that is
+            written per device and does not average them. They have a leading dimension
+            of devices, which `init` and `shard` add and the step does not see.""",
         ),
     ]
 

@@ -46,15 +46,20 @@ def tune(
     host's memory change results or machines, and are left as the step has them.
 
     Args:
-      step: a plain step, or what `fully_shard(step, mesh)` makes: its own options are
-        where tuning starts.
-      target: a name as in `shardfn.analysis.targets.target`, such as "h100:64".
+      step: a plain step, which is sharded over one axis of all the target's devices, or
+        what `fully_shard(step, mesh)` makes: its own options are where tuning starts.
+      target: the machine, by a name as in `shardfn.analysis.targets.target`, such as
+        `"h100:64"`.
       *args: the step's arguments, arrays or `ShapeDtypeStruct`s; the batch is the
         global one.
-      memory: bytes that a step may take on each device; the target's if left out.
-      compilations: how many programs are compiled at most.
-      mesh_shape: sizes of the mesh axes there, as in `ShardedStep.on`.
-      progress: called with each stage when it starts.
+      memory: bytes that a step may take on each device, the target's by default. Give
+        less to leave room for what else is there.
+      compilations: how many programs are compiled at most, 8 by default; each takes as
+        long as compiling the step.
+      mesh_shape: sizes of the mesh axes there, as in `ShardedStep.on`. Needed if the
+        step's mesh has several axes and the target has another number of devices.
+      progress: called with each stage when it starts, such as `print`; nothing is shown
+        by default.
       **named: arguments of the step that are passed by name.
 
     Returns:
