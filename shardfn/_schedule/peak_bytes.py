@@ -4,12 +4,13 @@ In: a program and its plan, and how a compiler uses memory. Out: bytes. An estim
 compiler's own schedule and how it packs its buffers are not known to it.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from shardfn._core.plan import BodyPlan
 from shardfn._core.program import Program
 from shardfn._core.sharding import Axes
-from shardfn._core.sizes import local_bytes
+from shardfn._core.sizes import local_bytes, nbytes
 from shardfn._schedule.liveness import Liveness
 
 
@@ -29,8 +30,8 @@ class Heap:
 
 
 def peak_bytes(program: Program, body: BodyPlan, axes: Axes, heap: Heap) -> int:
-    """Bytes that one device takes for a whole step: arguments, and the most of what
-    lives at once besides.
+    """Bytes that one device takes for a whole step: arguments, the arrays that the step
+    captures, and the most of what lives at once besides.
 
     Args:
       program: the step.
@@ -51,4 +52,15 @@ def peak_bytes(program: Program, body: BodyPlan, axes: Axes, heap: Heap) -> int:
     if not heap.donates:
         body = replace(body, aliased=frozenset())
     most = max(Liveness(program, body, axes, heap.delays_sums).profile())
-    return arguments + most + int(most * heap.holes)
+    captured = sum(dict(_captured(program)).values())
+    return arguments + captured + most + int(most * heap.holes)
+
+
+def _captured(program: Program) -> Iterator[tuple[int, int]]:
+    """Which arrays a program and the bodies in it capture, and the bytes of each, which
+    every device has."""
+    for value, array in program.constants:
+        yield id(array), nbytes(program.avals[value])
+    for node in program.nodes:
+        for body in node.bodies:
+            yield from _captured(body)

@@ -153,6 +153,26 @@ def test_a_new_state_beside_the_old_one_takes_memory() -> None:
     assert taken_by(train, *given, donate=False) >= new
 
 
+def test_captured_arrays_take_memory_once() -> None:
+    """One is captured by the step, and by the remat in its loop."""
+    table = jnp.ones((VOCABULARY, WIDTH))
+
+    def loss(w: jax.Array, x: jax.Array, captures: bool) -> jax.Array:
+        @jax.checkpoint
+        def layer(h: jax.Array, w: jax.Array) -> jax.Array:
+            row = table[w[0, 0].astype(jnp.int32)] if captures else w[0]
+            return jnp.tanh(h @ w + row)
+
+        return jnp.mean(jax.lax.scan(lambda h, w: (layer(h, w), None), x, w)[0])
+
+    with_table, without = (
+        taken(functools.partial(loss, captures=captures), floats(3, WIDTH, WIDTH), X)
+        for captures in (True, False)
+    )
+    more = with_table - without
+    assert 0.9 * table.nbytes < more < 1.1 * table.nbytes
+
+
 @pytest.fixture(scope="module")
 def estimated() -> Any:
     """benchmarks/estimated_memory.py."""
