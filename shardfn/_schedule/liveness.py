@@ -65,7 +65,9 @@ class Liveness:
             for ref in reads(step):
                 at = operands.index(ref) if ref in operands else -1
                 self.readers.setdefault(ref, []).append((step, at))
-        for ref in (outputs[j] for j in self.body.aliased):
+        aliased = self.body.aliased
+        others = {ref for j, ref in enumerate(outputs) if j not in aliased}
+        for ref in {outputs[j] for j in aliased} - others:
             if ref in self.made:
                 self.made[ref] = self.made[ref][0], 0
 

@@ -140,17 +140,20 @@ def test_results_beside_the_state_take_memory(beside: Callable[..., Any]) -> Non
 
 
 def test_a_new_state_beside_the_old_one_takes_memory() -> None:
-    def train(state: Any, x: jax.Array) -> Any:
+    def train(state: Any, x: jax.Array, returned_twice: bool = False) -> Any:
         grad = jax.grad(scanned)(state["w"], x)
         mu = 0.9 * state["mu"] + grad
         nu = 0.9 * state["nu"] + grad**2
-        return {"w": state["w"] - mu / jnp.sqrt(nu), "mu": mu, "nu": nu}, ()
+        made = {"w": state["w"] - mu / jnp.sqrt(nu), "mu": mu, "nu": nu}
+        return made, made if returned_twice else ()
 
     leaf = floats(50, 64, 64)
     given = {name: leaf for name in ("w", "mu", "nu")}, floats(ROWS, 64)
     new = 3 * leaf.size * FLOAT // 8
     assert taken_by(train, *given) < new
     assert taken_by(train, *given, donate=False) >= new
+    twice = functools.partial(train, returned_twice=True)
+    assert taken_by(twice, *given) >= new
 
 
 def test_captured_arrays_take_memory_once() -> None:
