@@ -16,6 +16,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from shardfn._core import compat
+from shardfn._core.barrier import unfused_on_tpus
 from shardfn._core.neutral import neutral
 from shardfn._core.op_sharding_rule import (
     OpShardingRule,
@@ -81,7 +82,10 @@ def run_op(
         for dims, x, atom in zip(rule.operands, operands, node.inputs, strict=True)
     ]
     extreme = extreme_of(node, step, operands, axes)
-    return run_local(local, *compat.varying_alike(operands)), extreme
+    results = run_local(local, *compat.varying_alike(operands))
+    if node.eqn.primitive is lax.reduce_max_p:
+        results = [*map(unfused_on_tpus, results)]
+    return results, extreme
 
 
 def is_picked(step: Apply, node: Node) -> bool:

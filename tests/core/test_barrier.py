@@ -1,6 +1,7 @@
-"""In: steps on a mesh of two axes whose plans or whose users tie values together. Out:
-the plain step's numbers: a tied value that is replicated over an axis is still known to
-be, so that results made of it can be returned.
+"""In: steps on a mesh of two axes whose plans or whose users tie values together, and
+one with a softmax for TPUs. Out: the plain step's numbers: a tied value that is
+replicated over an axis is still known to be, so that results made of it can be
+returned; and less memory where XLA would fuse what it should not.
 """
 
 import jax
@@ -10,6 +11,10 @@ import pytest
 from jax import lax
 from sharded_and_plain import make_mesh
 
+from shardfn import fully_shard
+from shardfn._core.barrier import unfused_on_tpus
+from shardfn._lowering import operations
+from shardfn.analysis import targets
 from shardfn.testing import assert_parity
 
 X = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
@@ -47,3 +52,50 @@ def test_what_is_tied_stays_replicated(step, options) -> None:
     state = {k: rng.normal(size=s).astype(np.float32) for k, s in shapes.items()}
     axes = ("replica", "data")
     assert_parity(step, make_mesh("2x4"), state, X, axis=axes, min_size=8, **options)
+
+
+def attention(w, x):
+    q = jnp.einsum("btd,dhk->bthk", x, w.astype(x.dtype))
+    scores = jnp.einsum("bthk,bshk->bhts", q, 2 * q).astype(jnp.float32) / 8
+    weights = jax.nn.softmax(scores, -1).astype(x.dtype)
+    return w, jnp.einsum("bhts,bshk->bthk", weights, q + 1)
+
+
+LARGE = (
+    jax.ShapeDtypeStruct((512, 8, 128), jnp.float32),
+    jax.ShapeDtypeStruct((4, 2048, 512), jnp.bfloat16),
+)
+
+
+@pytest.mark.aot("tpu:v5p:2x2x1")
+def test_tpus_write_no_scores_in_float32_for_a_softmax(monkeypatch) -> None:
+    """Without this XLA fuses the maximum with the difference, and takes 132 MiB."""
+    temporary = {}
+    for fuses in (False, True):
+        if fuses:
+            monkeypatch.setattr(operations, "unfused_on_tpus", lambda x: x)
+        lowered = fully_shard(attention, targets.mesh("tpu:v5p:2x2x1")).lower(*LARGE)
+        assert lowered.as_text().count("optimization_barrier") == (not fuses)
+        analysis = lowered.compile().memory_analysis()
+        assert analysis is not None
+        temporary[fuses] = analysis.temp_size_in_bytes
+    scores = 8 * 2048 * 2048
+    assert temporary[True] > 4 * scores - 2**20
+    assert temporary[False] < 2.5 * scores
+
+
+@pytest.mark.aot("h100:4")
+def test_gpus_fuse_a_softmax_as_they_do() -> None:
+    lowered = fully_shard(attention, targets.mesh("h100:4")).lower(*LARGE)
+    assert "optimization_barrier" not in lowered.as_text()
+
+
+def test_what_is_unfused_has_the_derivatives_and_batches_of_its_operand() -> None:
+    x = jnp.arange(6.0).reshape(2, 3)
+
+    def square(x):
+        return (unfused_on_tpus(x) ** 2).sum()
+
+    np.testing.assert_array_equal(jax.grad(square)(x), 2 * x)
+    np.testing.assert_array_equal(jax.vmap(square)(x), (x**2).sum(1))
+    np.testing.assert_array_equal(unfused_on_tpus(x), x)
