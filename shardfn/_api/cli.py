@@ -119,16 +119,25 @@ def run_tune(command: TuneCommand) -> None:
     memory = None if command.memory is None else bytes_of(command.memory)
     if command.compilations < 1:
         raise CommandError(f"--compilations {command.compilations}: pass one or more.")
+    for path in (command.out, command.html):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise CommandError(
+                f"{path} cannot be written: there is no folder {path.parent}.\n"
+                "Make it first: compiling takes minutes."
+            )
     step, args = load(command.step)
     found = tuned(command, step, args, memory, command.compilations)
     print(found)
-    if command.out is not None:
+    fits = found.chosen.fits(found.memory)
+    if command.out is not None and not fits:
+        print(f"\noptions: {command.out} is not written, as nothing fits")
+    elif command.out is not None:
         found.save(command.out)
         print(f"\noptions: {command.out}; fully_shard(options={str(command.out)!r})")
     if command.html is not None:
         command.html.write_text(found.html(), encoding="utf-8")
         print(f"page: {command.html}")
-    if not found.chosen.fits(found.memory):
+    if not fits:
         sys.exit(1)
 
 

@@ -36,6 +36,7 @@ from shardfn._lowering.planned_program import Planned
 from shardfn._lowering.shard_map import on_mesh
 from shardfn._lowering.xla_options import Asked, compiler_options
 from shardfn._schedule.peak_bytes import Heap
+from shardfn._trace.purity import calls_the_host
 from shardfn.storage._placement import Storage
 
 
@@ -195,9 +196,16 @@ class Programs:
 
     def lowered(self, traced: Any, leaves: Sequence[Leaf]) -> jax.stages.Lowered:
         """What `traced` returned, lowered, of a state of these leaves."""
-        if self.is_described(leaves):
-            return compat.lower_on(traced, self.storage.mesh)
-        return traced.lower()
+        mesh = self.storage.mesh
+        try:
+            if self.is_described(leaves):
+                return compat.lower_on(traced, mesh)
+            return traced.lower()
+        except RuntimeError as error:
+            prints = any(map(compat.is_debug_effect, traced.jaxpr.effects))
+            if not prints or not compat.are_described(mesh):
+                raise
+            raise calls_the_host() from error
 
     def is_described(self, leaves: Sequence[Leaf]) -> bool:
         """Whether leaves live on hosts of devices that only a description is there

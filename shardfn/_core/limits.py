@@ -249,10 +249,6 @@ TUNED_SHARE = 0.005
 """The part of a step that options have to save to be chosen: less is within what the
 prediction leaves out."""
 
-LARGER_FUSIONS_SAVE = 0.1
-"""Part of the time that reads and writes of a TPU's memory take which more scratch
-memory for fusions may save: 13 of 150 ms for a GPT of 1.3B on 8 v5ps, as predicted."""
-
 ADVISED_SHARE = 0.03
 """The part of a step that an option may save for a report to name it."""
 

@@ -115,7 +115,6 @@ OPTIONS = (
 
 
 NOT_DELAYED = "sums not delayed by XLA"
-LARGER_FUSIONS = "96 MiB of scratch memory for fusions"
 
 TRIED = {
     "gathers pipelined by XLA": (
@@ -156,11 +155,6 @@ TRIED = {
         ),
         CompilerOption(
             "tpu", (("xla_tpu_enable_sparse_core_collective_aggregator", "true"),)
-        ),
-    ),
-    LARGER_FUSIONS: (
-        CompilerOption(
-            "tpu", (("xla_tpu_scoped_vmem_limit_kib", "98304"),), kinds=_SPARSE_CORES
         ),
     ),
 }

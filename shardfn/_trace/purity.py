@@ -46,6 +46,17 @@ def check_effects(jaxpr: Any) -> None:
     )
 
 
+def calls_the_host() -> ShardingError:
+    """The error for a step that prints, compiled for GPUs that are not there."""
+    return ShardingError(
+        f"{step_name()} prints or calls back to the host, and a program for GPUs that "
+        "are not there has no host to call.\n"
+        f"{called()}"
+        "Leave jax.debug.print out where you compile for them. What it prints is no "
+        "part of what the step costs."
+    )
+
+
 def check_not_mapped(jaxpr: Any) -> None:
     """Raises if a part of the step is divided over devices already."""
     for eqns in nested(jaxpr):

@@ -45,6 +45,8 @@ def size_text(size: float) -> str:
 
 def seconds_text(seconds: float) -> str:
     """`12.3 ms`, `4.56 s`."""
+    if seconds < 1e-9:
+        return "0 s"
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if seconds >= scale or unit == "us":
             return f"{seconds / scale:.3g} {unit}"

@@ -220,15 +220,33 @@ def _host_link(report: Report) -> list[str]:
 
 
 def _advice(report: Report) -> list[str]:
-    """The options that may save `ADVISED_SHARE` of the step, or that may make it fit;
-    the two that may most."""
-    least = ADVISED_SHARE * report.step_seconds
-    rows = [r for r in report.advice if r.saves >= least or not report.fits]
-    if not rows:
-        return []
-    head = "may help; python -m shardfn tune compiles such options and chooses"
+    """The options that may save `ADVISED_SHARE` of the step, or free as much of what
+    it lacks; the two that may most. Where it does not fit, what most of it is."""
+    lacks = max(report.memory.peak - report.target.memory, 0)
+    least, enough = ADVISED_SHARE * report.step_seconds, ADVISED_SHARE * lacks
+    frees = [r for r in report.advice if lacks and -r.takes >= enough]
+    rows = frees or [r for r in report.advice if r.saves >= least and not lacks]
     texts = [f"  {row.text(report.step_seconds)}" for row in rows[:ADVISED]]
-    return ["", head, *texts]
+    if texts:
+        head = "may help; python -m shardfn tune compiles such options and chooses"
+        texts = ["", head, *texts]
+    return [*texts, *_lacking(report, lacks)]
+
+
+def _lacking(report: Report, lacks: int) -> list[str]:
+    """What to do about memory that a step lacks, and that no option frees."""
+    if not lacks:
+        return []
+    temporary = report.memory.temporary
+    if temporary > report.stored_bytes:
+        most, do = "activations and gathered weights", "microbatches, jax.checkpoint"
+    else:
+        most, do = "the state", "more devices, offload"
+    return [
+        "",
+        f"{size_text(lacks)} are lacking, and most of the peak is {most}",
+        f"  {do} or a smaller batch help; see Choosing options",
+    ]
 
 
 def _row(name: str, value: str, note: str = "") -> str:

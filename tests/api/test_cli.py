@@ -49,6 +49,13 @@ def plain():
 def local():
     return shardfn.fully_shard(train_step, axis=("replica", "data")), *ARGS
 
+def noisy(w, x):
+    jax.debug.print("{}", x.sum())
+    return train_step(w, x)
+
+def prints():
+    return noisy, *ARGS
+
 def nothing():
     return 3
 
@@ -378,4 +385,27 @@ def test_tuning_prints_a_table_and_writes_options(file, capsys, tmp_path) -> Non
     with pytest.raises(SystemExit) as caught:
         main(["tune", f"{file}:plain", *flags[:4], "--memory", "1KiB"])
     assert caught.value.code == 1
-    assert "nothing fits 1.0 KiB; this takes the least" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "nothing of what was tried fits 1.0 KiB; this takes the least of it" in out
+    assert "Microbatches, jax.checkpoint, more devices or offload help" in out
+    lost = ["tune", f"{file}:plain", *flags[:4], "--memory", "1KiB", "--out", "no.json"]
+    with pytest.raises(SystemExit):
+        main(lost)
+    assert "no.json is not written, as nothing fits" in capsys.readouterr().out
+    assert not (tmp_path / "no.json").exists()
+
+
+@pytest.mark.aot(H100)
+def test_a_folder_that_is_missing_is_found_before_anything_compiles(file) -> None:
+    for flag in ("--out", "--html"):
+        message = refused(
+            "tune", f"{file}:plain", "--target", H100, flag, "gone/there.json"
+        )
+        assert "gone/there.json cannot be written: there is no folder gone." in message
+
+
+@pytest.mark.aot(H100)
+def test_printing_in_a_step_for_gpus_that_are_not_there_is_explained(file) -> None:
+    message = refused("plan", f"{file}:prints", "--target", H100)
+    assert "noisy prints or calls back to the host" in message
+    assert "was called at" in message and "Leave jax.debug.print out" in message

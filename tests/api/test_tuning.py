@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compilers import aot
 from plan_helpers import cpu_mesh
 
 import shardfn
@@ -19,8 +18,7 @@ from shardfn._api.tuning.candidates import Candidate, Tuning, choose
 from shardfn._api.tuning.tune import joined
 from shardfn._api.tuning.tuned_options import TunedOptions, read, write
 from shardfn._core.errors import ShardingError
-from shardfn._core.limits import ADVISED_SHARE, LARGER_FUSIONS_SAVE, TUNED_SHARE
-from shardfn._lowering.xla_options import LARGER_FUSIONS
+from shardfn._core.limits import ADVISED_SHARE, TUNED_SHARE
 
 WIDTH, LAYERS, MICRO = 256, 4, 4
 
@@ -301,18 +299,26 @@ def test_advice_keeps_to_what_fits_and_to_what_is_not_asked(report) -> None:
 
 
 @pytest.mark.aot(H100)
-@pytest.mark.parametrize(
-    "target, advised", [aot("tpu:v5p:2x2x2", True), aot("tpu:v5e:2x4", False)]
-)
-def test_larger_fusions_are_advised_for_tpus(report, target, advised) -> None:
-    devices = shardfn.analysis.targets.devices(target)
-    rows = [r for r in advise(report, devices, 2**40) if r.title == LARGER_FUSIONS]
-    assert bool(rows) == advised
-    for row in rows:
-        assert row.saves == LARGER_FUSIONS_SAVE * report.memory_seconds > 0
-        set_already = tuple(dict(row.options)["compiler_options"].items())
-        asked = dataclasses.replace(report, compiler_options=set_already)
-        assert row not in advise(asked, devices, 2**40)
+def test_a_step_that_does_not_fit_is_told_what_would_free_enough(report) -> None:
+    """Not what would save time, nor what frees next to nothing of what is lacking."""
+    peak = report.memory.peak
+    small = dataclasses.replace(report.target, memory=peak // 2)
+    lacking = dataclasses.replace(report, target=small)
+    frees = [r for r in report.advice if r.takes < 0]
+    text = str(lacking)
+    assert "are lacking, and most of the peak is " in text
+    assert "or a smaller batch help; see Choosing options" in text
+    assert "saves at most" not in text or frees
+    much = tuple(dataclasses.replace(r, takes=-peak // 2) for r in report.advice)
+    little = tuple(dataclasses.replace(r, takes=-peak // 200) for r in report.advice)
+    assert "may help" in str(dataclasses.replace(lacking, advice=much))
+    assert "may help" not in str(dataclasses.replace(lacking, advice=little))
+    assert "lacking" not in str(report)
+
+
+def test_memory_is_given_in_words_too() -> None:
+    with pytest.raises(ValueError, match="memory='4 gigs' is no size: pass bytes"):
+        shardfn.tune(microbatched, H100, *SHAPES, memory="4 gigs")
 
 
 @pytest.mark.aot(H100)

@@ -11,7 +11,6 @@ from jax.sharding import AxisType
 import shardfn
 from shardfn._lowering import xla_options
 from shardfn._lowering.xla_options import (
-    LARGER_FUSIONS,
     TRIED,
     CompilerOption,
     compiler_options,
@@ -246,7 +245,7 @@ TPU = "tpu:v5p:2x2x2"
                 "four transfers in flight",
             },
         ),
-        aot(TPU, {"gathers pipelined over ICI", "layer scheduler", LARGER_FUSIONS}),
+        aot(TPU, {"gathers pipelined over ICI", "layer scheduler"}),
     ],
 )
 def test_what_tuning_tries_is_known_to_the_compiler(target, names) -> None:

@@ -9,11 +9,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from shardfn._api.planner import stored_by_use
-from shardfn._core.limits import JOINED_BYTES, LARGER_FUSIONS_SAVE
+from shardfn._core.limits import JOINED_BYTES
 from shardfn._core.moves import AllGather, ReduceScatter
 from shardfn._core.phases import BACKWARD, FORWARD
 from shardfn._lowering.choose_dimensions import StoredByUse
-from shardfn._lowering.xla_options import LARGER_FUSIONS, NOT_DELAYED, tried
+from shardfn._lowering.xla_options import NOT_DELAYED, tried
 from shardfn.analysis._figures import Figures
 from shardfn.analysis._text import seconds_text
 from shardfn.analysis.advice import Advice
@@ -173,24 +173,12 @@ def _flags(figures: Figures, devices: Devices, memory: int) -> Iterator[Advice]:
             yield Advice(name, (("compiler_options", given),), saves, -layer, why)
 
 
-def _fusions(figures: Figures, devices: Devices, memory: int) -> Iterator[Advice]:
-    """Less that is written to memory and read again."""
-    del memory
-    given = tried(devices, LARGER_FUSIONS)
-    if given.items() - dict(figures.compiler_options).items():
-        takes = figures.memory_seconds
-        why = f"reads and writes of memory take {seconds_text(takes)}"
-        asked = (("compiler_options", given),)
-        yield Advice(LARGER_FUSIONS, asked, LARGER_FUSIONS_SAVE * takes, 0, why)
-
-
 RULES: tuple[Callable[[Figures, Devices, int], Iterator[Advice]], ...] = (
     _prefetch,
     _keep_gathered,
     _defer,
     _buckets,
     _flags,
-    _fusions,
 )
 """What may help, each with the figures that say so."""
 

@@ -161,7 +161,11 @@ def _is_sound(c: Candidate, first: Candidate) -> bool:
 
 def _praise(c: Candidate, found: Tuning) -> str:
     if not c.fits(found.memory):
-        return f"nothing fits {size_text(found.memory)}; this takes the least"
+        return (
+            f"nothing of what was tried fits {size_text(found.memory)}; this takes the "
+            "least of it. Microbatches, jax.checkpoint, more devices or offload help; "
+            "see Choosing options."
+        )
     first = found.candidates[0]
     if c == first:
         return "nothing that was tried is faster by enough"

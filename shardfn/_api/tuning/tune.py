@@ -22,6 +22,7 @@ from shardfn._api.tuning.changed_options import with_options
 from shardfn._api.tuning.tuned_options import TunedOptions
 from shardfn._core.errors import ShardingError
 from shardfn._core.limits import TUNED_COMPILATIONS, TUNED_SHARE
+from shardfn._core.option_values import size_in
 from shardfn.analysis import targets
 from shardfn.analysis.report import Report
 
@@ -33,7 +34,7 @@ def tune(
     step: Callable[..., Any],
     target: str,
     *args: Any,
-    memory: int | None = None,
+    memory: int | str | None = None,
     compilations: int = TUNED_COMPILATIONS,
     mesh_shape: tuple[int, ...] | None = None,
     progress: Callable[[str], None] = lambda stage: None,
@@ -52,8 +53,9 @@ def tune(
         `"h100:64"`.
       *args: the step's arguments, arrays or `ShapeDtypeStruct`s; the batch is the
         global one.
-      memory: bytes that a step may take on each device, the target's by default. Give
-        less to leave room for what else is there.
+      memory: what a step may take on each device, in bytes or as a text such as
+        `"70GiB"`; the target's by default. Give less to leave room for what else is
+        there.
       compilations: how many programs are compiled at most, 8 by default; each takes as
         long as compiling the step.
       mesh_shape: sizes of the mesh axes there, as in `ShardedStep.on`. Needed if the
@@ -69,7 +71,8 @@ def tune(
 
     Raises:
       ShardingError: the step cannot be sharded as it is.
-      ValueError: no such target, or `compilations` is less than one.
+      ValueError: no such target, `memory` is no size, or `compilations` is less than
+        one.
       ImportError: the target's compiler is not installed.
 
     Example:
@@ -80,11 +83,12 @@ def tune(
     """
     if compilations < 1:
         raise ValueError(f"compilations={compilations}: pass one or more.")
+    asked = None if memory is None else _bytes_of(memory)
     if not isinstance(step, ShardedStep):
         step = fully_shard(step, targets.mesh(target))
     there = targets.target(target)
     search = _Search(step, target, args, named, mesh_shape, progress, compilations)
-    bound = there.memory if memory is None else memory
+    bound = there.memory if asked is None else asked
     report = search.compiled("as it is", ())
     rows = advise(report, targets.devices(target), bound, of_storage(report))
     least = TUNED_SHARE * report.step_seconds
@@ -103,6 +107,15 @@ def tune(
         tuple(row for row in rows if row.options not in tried),
         tuned,
     )
+
+
+def _bytes_of(memory: int | str) -> int:
+    size = size_in(memory) if isinstance(memory, str) else memory
+    if size is None:
+        raise ValueError(
+            f"memory={memory!r} is no size: pass bytes, or a text such as '70GiB'."
+        )
+    return size
 
 
 @dataclass(slots=True)

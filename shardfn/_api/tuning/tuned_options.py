@@ -70,13 +70,18 @@ class TunedOptions:
         state, operations = structure_of(program, leaves)
         if (state, operations) == (self.state, self.program):
             return
-        what = "state" if state != self.state else "operations"
+        what = (
+            "state of {} is not that"
+            if state != self.state
+            else ("operations of {} are not those")
+        )
+        what = what.format(step_name())
         versions = ""
         if self.jax != jax.__version__:
             versions = f", with jax {self.jax}, where this is {jax.__version__}"
         raise ShardingError(
-            f"options={self.place}: they were tuned for another program: the {what} of "
-            f"{step_name()} are not those of {self.step} as it was then{versions}.\n"
+            f"options={self.place}: they were tuned for another program: the {what} "
+            f"of {self.step} as it was then{versions}.\n"
             f"{called()}Tune again, or write the options that you want into the call "
             f"of fully_shard: {self.texts()}."
         )
@@ -117,6 +122,8 @@ def read(path: str | os.PathLike[str]) -> TunedOptions:
       ShardingError: there is no such file, or it is not one of tuned options.
     """
     place = repr(os.fspath(path) if isinstance(path, os.PathLike) else path)
+    if not isinstance(path, (str, os.PathLike)):
+        _refuse(place, "is no path. Options themselves are passed by their names")
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError) as error:

@@ -266,6 +266,9 @@ from shardfn._core.compat.source_lines import (
     summarize as summarize,
 )
 from shardfn._core.compat.topologies import (
+    are_described as are_described,
+)
+from shardfn._core.compat.topologies import (
     lacks_memories as lacks_memories,
 )
 from shardfn._core.compat.topologies import (

@@ -9,6 +9,7 @@ host would come from the device; on a mesh without devices it stays.
 from typing import Any
 
 import jax
+from jax._src import xla_bridge as _xla_bridge
 from jax._src.interpreters import pxla as _pxla
 from jax.sharding import Mesh, NamedSharding
 
@@ -23,6 +24,12 @@ def lacks_memories(mesh: Mesh) -> bool:
     except jax.errors.JaxRuntimeError:
         return True
     return False
+
+
+def are_described(mesh: Mesh) -> bool:
+    """Whether the devices of a mesh are not this process's, nor those of others that it
+    runs with: programs can be compiled for them alone."""
+    return mesh.devices.flat[0].client not in _xla_bridge.backends().values()
 
 
 def without_devices(
