@@ -3,8 +3,10 @@ the code does.
 """
 
 import re
+import runpy
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +19,7 @@ WORKFLOWS = ROOT / ".github" / "workflows"
 
 def test_the_version_is_said_once() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+)?", shardfn.__version__)
-    assert PROJECT["project"]["dynamic"] == ["version"]
+    assert "version" in PROJECT["project"]["dynamic"]
     path = ROOT / PROJECT["tool"]["hatch"]["version"]["path"]
     if path.exists():  # not of an sdist, whose tests run on what is installed
         assert f'__version__ = "{shardfn.__version__}"' in path.read_text()
@@ -30,6 +32,37 @@ def test_an_sdist_has_what_tests_read() -> None:
     read = {"tests", "examples", "docs", "benchmarks", "mkdocs.yml", "CHANGELOG.md"}
     assert read <= set(included)
     assert all((ROOT / name).exists() for name in included if name != "shardfn")
+
+
+def test_a_release_says_where_its_repository_is(monkeypatch) -> None:
+    """As Hatch reads it; without an address README stays as it is."""
+    pytest.importorskip("hatchling")
+    hook = runpy.run_path(str(ROOT / "docs" / "package_metadata.py"))
+    found: dict[str, dict[str, Any]] = {}
+    for address in ("", "https://example.org/team/shardfn/"):
+        monkeypatch.setenv(hook["ADDRESS"], address)
+        found[address] = {}
+        hook["AddressHook"](str(ROOT), {}).update(found[address])
+    readme = (ROOT / "README.md").read_text()
+    plain, released = found.values()
+    assert plain == {"readme": {"content-type": "text/markdown", "text": readme}}
+    assert released["urls"]["Repository"] == "https://example.org/team/shardfn"
+    assert released["urls"]["Issues"] == "https://example.org/team/shardfn/issues"
+    links = re.findall(r"\]\(([^)\s]+)\)", released["readme"]["text"])
+    assert len(links) == len(re.findall(r"\]\(([^)\s]+)\)", readme)) > 8
+    assert all(link.startswith(("https://", "#")) for link in links)
+    start = "https://example.org/team/shardfn/blob/main/"
+    named = [link.removeprefix(start) for link in links if link.startswith(start)]
+    assert all((ROOT / name).exists() for name in named) and "LICENSE" in named
+    picture = hook["with_absolute_links"]("![a](docs/a.png) [b](#b)", "https://x")
+    assert picture == "![a](https://x/raw/main/docs/a.png) [b](#b)"
+    assert set(PROJECT["project"]["dynamic"]) == {"version", "readme", "urls"}
+
+
+@pytest.mark.skipif(not WORKFLOWS.exists(), reason="an sdist has no workflows")
+def test_the_release_workflow_gives_the_address() -> None:
+    text = (WORKFLOWS / "release.yml").read_text()
+    assert "SHARDFN_REPOSITORY: ${{ github.server_url }}/" in text
 
 
 @pytest.mark.skipif(not WORKFLOWS.exists(), reason="an sdist has no workflows")
