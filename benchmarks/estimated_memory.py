@@ -38,6 +38,20 @@ def estimate(model: Model, target: str, offload: Any = NO_BOUND) -> tuple[int, i
     return planned_by(step.plan(*programs.arguments(model, mesh.size)))
 
 
+def estimate_of(name: str, target: str) -> tuple[int, int]:
+    """The same, of a model of `scaling.py`."""
+    case, mesh = scaling.CASES[name], targets.mesh(target)
+    step, *arguments = case.make(mesh.size)
+    options = {**case.options, "offload": NO_BOUND}
+    return planned_by(shardfn.fully_shard(step, mesh, **options).plan(*arguments))
+
+
+def compiled_of(name: str, target: str) -> int:
+    """Bytes that the kept program of a model of `scaling.py` takes."""
+    kept = json.loads((RESULTS / "scaling.json").read_text())
+    return kept[f"{name} {target}"]["peak"]
+
+
 def planned_by(plan: shardfn.Plan) -> tuple[int, int]:
     """The same, of a plan with a bound."""
     assert plan.offload is not None
@@ -66,14 +80,10 @@ def rows() -> Iterator[tuple[str, str, int, int, int]]:
             offload = {"opt/*": "host", "params/*": NO_BOUND}
             stored, planned = estimate(case.model, case.target, offload)
             yield f"{name}, moments", case.target, stored, planned, row["peak"]
-    for key, row in json.loads((RESULTS / "scaling.json").read_text()).items():
-        name, target = key.rsplit(" ", 1)
-        if name in OTHERS and target.startswith("h100"):
-            case, mesh = scaling.CASES[name], targets.mesh(target)
-            step, *arguments = case.make(mesh.size)
-            options = {**case.options, "offload": NO_BOUND}
-            plan = shardfn.fully_shard(step, mesh, **options).plan(*arguments)
-            yield name, target, *planned_by(plan), row["peak"]
+    for name in OTHERS:
+        for devices in scaling.CASES[name].devices:
+            target = f"h100:{devices}"
+            yield name, target, *estimate_of(name, target), compiled_of(name, target)
 
 
 def main() -> None:

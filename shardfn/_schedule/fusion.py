@@ -25,7 +25,10 @@ def is_view(program: Program, node: Node) -> bool:
 
 
 def is_pointwise(node: Node) -> bool:
-    """Whether each element of a result is made of one of each operand at most."""
+    """Whether each element of a result is made of one of each operand at most: of an
+    operation, or of a function with a derivative of its own, which compilers inline."""
+    if node.kind == "custom":
+        return all(map(is_pointwise, node.bodies[-1].nodes))
     rule = node.rule
     if node.kind != "op" or rule is None or rule.reduce or node.eqn.effects:
         return False
@@ -36,8 +39,10 @@ def is_pointwise(node: Node) -> bool:
 def fuses(node: Node, operand: int) -> bool:
     """Whether an operation may make an operand inside of it, each element where it is
     read."""
-    if node.kind != "op" or node.rule is None or operand < 0:
+    if operand < 0:
         return False
+    if node.kind != "op" or node.rule is None:
+        return is_pointwise(node)
     if writes_into(node):
         return operand > 0 or adds_to_zeros(node)
     reduces = node.rule.flat or len(node.inputs) == 1
