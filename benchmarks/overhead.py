@@ -4,9 +4,9 @@ a state of many small leaves and next to no arithmetic.
 Times are of the CPU in the calling thread, so waiting for devices does not count. The
 two programs alternate in rounds, in either order by chance, as what one leaves in the
 caches of the CPU slows the other; the last column is the median of the differences of
-rounds. Over more than one
-device the plain step takes the same sharded arrays, so that both start as many
-executables.
+rounds. Over more than one device the plain step takes the same sharded arrays, so that
+both start as many executables. The batch is one array on the mesh that every call is
+given, or one that is made for each, on the mesh or NumPy's.
 
     python benchmarks/overhead.py
 """
@@ -23,12 +23,16 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import shardfn
 
 ROUND = 5
 """Calls of one program in a row."""
-HEADER = ("devices", "leaves", "plain jit", "shardfn", "more per call")
+ROWS = 48
+"""Rows of the batch: no leaf of the state has shards like its."""
+HEADER = ("devices", "leaves", "batch", "plain jit", "shardfn", "more per call")
+BATCHES = ("the same", "new", "NumPy's")
 
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -44,16 +48,35 @@ def milliseconds(run: Callable[..., Any], *args: Any) -> tuple[Any, float]:
     return jax.block_until_ready(out)[0], 1e3 * spent
 
 
-def row(devices: int, leaves: int, calls: int) -> tuple[str, ...]:
-    """One line of the table."""
+def row(devices: int, leaves: int, batch: str, calls: int) -> tuple[str, ...]:
+    """One line of the table.
+
+    Args:
+      devices: of the mesh.
+      leaves: of the state.
+      batch: one of `BATCHES`.
+      calls: how many of each program are timed.
+    """
     mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
     sharded = shardfn.fully_shard(train_step, mesh, min_size=0)
     state = [jnp.zeros(8) for _ in range(leaves)]
     here, there = sharded.shard(state), sharded.shard(state)
+    ones = np.ones(ROWS, np.float32)
+    split = jax.tree.leaves(sharded.shardings(jnp.ones(ROWS)))[0]
+    same = jax.device_put(ones, split)
+
+    def x() -> Any:
+        if batch == "the same":
+            return same
+        return ones.copy() if batch == "NumPy's" else jax.device_put(ones, split)
+
+    shardings = sharded.shardings(state)
     plain = jax.jit(
-        train_step, donate_argnums=0, out_shardings=(sharded.shardings(state), None)
+        train_step,
+        donate_argnums=0,
+        in_shardings=(shardings, split),
+        out_shardings=(shardings, None),
     )
-    x = jax.device_put(jnp.ones(8), jax.tree.leaves(sharded.shardings(jnp.ones(8)))[0])
     states, programs = [here, there], [plain, sharded]
     chance, rounds = random.Random(0), []
     for _ in range(calls // ROUND + 1):
@@ -61,14 +84,16 @@ def row(devices: int, leaves: int, calls: int) -> tuple[str, ...]:
         for which in chance.sample((0, 1), 2):
             each = []
             for _ in range(ROUND):
-                states[which], spent = milliseconds(programs[which], states[which], x)
+                args = states[which], x()
+                states[which], spent = milliseconds(programs[which], *args)
                 each.append(spent)
             times[which] = statistics.median(each)
         rounds.append(times)
     # The first calls compile.
     a, b = (statistics.median(column) for column in zip(*rounds[1:], strict=True))
     more = statistics.median(b - a for a, b in rounds[1:])
-    return str(devices), str(leaves), f"{a:.2f} ms", f"{b:.2f} ms", f"{more:.2f} ms"
+    times = f"{a:.2f} ms", f"{b:.2f} ms", f"{more:.2f} ms"
+    return str(devices), str(leaves), batch, *times
 
 
 def main() -> None:
@@ -78,8 +103,9 @@ def main() -> None:
     arguments = parser.parse_args()
     print("  ".join(name.rjust(13) for name in HEADER))
     for devices in (1, 8):
-        cells = row(devices, arguments.leaves, arguments.calls)
-        print("  ".join(cell.rjust(13) for cell in cells), flush=True)
+        for batch in BATCHES:
+            cells = row(devices, arguments.leaves, batch, arguments.calls)
+            print("  ".join(cell.rjust(13) for cell in cells), flush=True)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,7 @@ out what they are, places them, or says what is wrong with them.
 
 import functools
 import itertools
-import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,18 +15,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from shardfn._api.known_arrays import KnownArrays, last_states, next_call
+from shardfn._api.shared_buffers import apart, apart_from, mark_seen, shard_kind
 from shardfn._core import compat
 from shardfn._core.call_arguments import Position, meaning_of
 from shardfn._core.leaves import Leaf
 from shardfn._core.limits import KINDS
 from shardfn._core.new_leaves import new_arrays, new_leaves
-from shardfn.storage._mesh_context import on_mesh_of
 from shardfn.storage._placement import Storage, is_placed
 from shardfn.storage._stored_array import StoredArray
-
-SEEN = "_shardfn_seen"
-"""Attribute of an array of a batch: the number of a call that it was given to. It
-shares no buffer with what was made later."""
 
 SCALARS = (bool, int, float, complex)
 """Python types that JAX takes for scalars."""
@@ -141,6 +136,8 @@ class Ready:
         NumPy's in JAX.
       moves: by the mesh that the caller's batch is on, results that are to be moved,
         and to which mesh: the same after every call.
+      by_kind: the positions of the state's leaves by the kind of a shard: arrays of
+        others share no buffer with them.
     """
 
     run: Any
@@ -152,6 +149,13 @@ class Ready:
     donates: bool
     without_values: bool
     moves: dict[Mesh, tuple[tuple[int, Mesh], ...]] = field(default_factory=dict)
+    by_kind: dict[Hashable, list[int]] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for i, leaf in enumerate(self.kinds):
+            kind = shard_kind(leaf.aval)
+            if kind is not None:
+                self.by_kind.setdefault(kind, []).append(i)
 
     def arrays(
         self, state: Sequence[Any]
@@ -191,7 +195,8 @@ class Ready:
         nor with one that is read: those of the caller's that are read stay alive."""
         fixed = stored[self.returned :]
         if known is not None and known.made >= self.returned:
-            return apart(stored, placed, known.call)  # then all `fixed` are older
+            # Then all `fixed` are older.
+            return apart_from(placed, stored, known.call, self.by_kind)
         return apart(stored[: self.returned], [*placed, *fixed]) + fixed
 
     def place(self, batch: Sequence[Any]) -> list[Any] | None:
@@ -205,7 +210,7 @@ class Ready:
             else:
                 placed.append(jax.device_put(x, sharding))
                 if type(x) in compat.CONCRETE_ARRAYS:  # it may have the same buffers
-                    setattr(placed[-1], SEEN, _seen(x))
+                    mark_seen(placed[-1], like=x)
         return placed
 
     def hand_back(
@@ -251,67 +256,3 @@ class Ready:
         `stored` that are read only."""
         arrays = [*new, *stored[len(new) :]]
         last_states.add(KnownArrays.of(arrays, self.kinds, len(new), next_call()))
-
-
-def apart(state: list[Any], batch: Sequence[Any], made: int = 0) -> list[Any]:
-    """The state's arrays, where none shares a buffer with another one or with one of
-    the batch: donated twice, or donated and read, a buffer ends the process.
-
-    Args:
-      state: the arrays.
-      batch: those of the batch among others.
-      made: the number of the call that made all of `state`, or 0.
-
-    Returns:
-      The arrays, or copies of some.
-    """
-    given = [x for x in batch if type(x) in compat.CONCRETE_ARRAYS]
-    if made and all([getattr(x, SEEN, made) < made for x in given]):
-        return state
-    calls = last_states.calls()
-    if not made and len(set(map(id, state))) == len(state):
-        made = min([calls.get(id(x), 0) for x in state], default=0)
-    strange = [x for x in given if getattr(x, SEEN, made) >= made]
-    if not made:
-        strange += state
-    strange = [x for x in strange if id(x) not in calls]
-    arrays = {*map(id, state), *map(id, given)}
-    if not strange and len(arrays) == len(state) + len(given):
-        return state
-    # Of others, those are looked at whose shards have as many bytes.
-    sizes = set(map(_shard_bytes, strange)) - {0}
-    alike = [x for x in given if _shard_bytes(x) in sizes]
-    taken = set().union(*map(_buffers, alike))
-    seen, out = set(map(id, given)), []
-    for x in state:
-        buffers = _buffers(x) if _shard_bytes(x) in sizes else set()
-        if id(x) in seen or taken & buffers:
-            with on_mesh_of(x):
-                x = jax.numpy.copy(x)
-        seen.add(id(x))
-        taken |= buffers
-        out.append(x)
-    for x in given:
-        _seen(x)
-    return out
-
-
-def _seen(x: jax.Array) -> int:
-    """The number of the first call that an array of a batch was given to."""
-    if not hasattr(x, SEEN):
-        setattr(x, SEEN, next_call())
-    return getattr(x, SEEN)
-
-
-def _shard_bytes(x: Any) -> int:
-    if type(x) not in compat.CONCRETE_ARRAYS:  # float0, which has no values
-        return 0
-    return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-
-
-def _buffers(x: jax.Array) -> set[Any]:
-    """The buffers of an array in this process."""
-    return {
-        (shard.device, shard.data.unsafe_buffer_pointer())
-        for shard in x.addressable_shards
-    }

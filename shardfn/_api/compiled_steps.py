@@ -13,9 +13,9 @@ from typing import Any
 import jax
 
 from shardfn._api.argument_leaves import Side
-from shardfn._api.call_cache import apart
 from shardfn._api.offload_bound import offload_bound
 from shardfn._api.plain_step import PlainStep
+from shardfn._api.shared_buffers import apart
 from shardfn._core import compat
 from shardfn._core.call_arguments import (
     Rest,

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from plan_helpers import cpu_mesh
 
 import shardfn
-from shardfn._api import call_cache, first_run
+from shardfn._api import first_run, shared_buffers
 from shardfn._api.sharded_step import ShardedStep
 
 X = np.ones((16, 4), np.float32)
@@ -161,11 +161,55 @@ def test_arrays_that_share_buffers_are_kept_apart(alias: str, place: str) -> Non
         jax.tree.map(np.testing.assert_array_equal, step.unshard(state), expected[0])
 
 
+def seen_as_numbers(state):
+    """The batch through NumPy, by shard: XLA lends the buffers of the state to it."""
+    shards = [
+        jax.device_put(np.asarray(shard.data).view(np.int32), shard.device)
+        for shard in state["w"].addressable_shards
+    ]
+    w = state["w"]
+    return jax.make_array_from_single_device_arrays(w.shape, w.sharding, shards)
+
+
+NUMBERS = {
+    "of a key": lambda state: jax.random.key_data(state["key"]),
+    "through NumPy": seen_as_numbers,
+}
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("numbers", NUMBERS)
+def test_arrays_of_other_dtypes_may_share_buffers(numbers: str, devices: int) -> None:
+    def train(state, x, numbers):
+        total = jnp.sum(numbers.astype(jnp.float32) / 2**20)
+        new = {"key": jax.random.fold_in(state["key"], 1), "w": state["w"] + 1}
+        return new, total + jnp.sum(x)
+
+    batch_spec = P("data"), P() if numbers == "of a key" else P("data")
+    step = shardfn.fully_shard(
+        train, cpu_mesh(devices), min_size=0, batch_spec=batch_spec
+    )
+    # Aligned, as what NumPy lends to JAX must be for both to share it.
+    plain = {"key": jax.random.key(0), "w": jnp.ones(2**16)}
+    state = step.shard(plain)
+    for _ in range(4):
+        given = NUMBERS[numbers](state)
+        before = np.array(given)
+        expected = jax.jit(train)(plain, X, before)
+        state, got = step(state, X, given)
+        np.testing.assert_allclose(got, expected[1], rtol=1e-6)
+        plain = expected[0]
+        np.testing.assert_array_equal(given, before)  # it still is
+    np.testing.assert_array_equal(step.unshard(state)["w"], 5)
+
+
 def test_a_batch_that_stays_is_not_looked_at_again(monkeypatch) -> None:
     """What steps make afterwards cannot share its buffers."""
     looked = []
-    find = call_cache._buffers
-    monkeypatch.setattr(call_cache, "_buffers", lambda x: looked.append(1) or find(x))
+    find = shared_buffers._buffers
+    monkeypatch.setattr(
+        shared_buffers, "_buffers", lambda x: looked.append(1) or find(x)
+    )
     step = shardfn.fully_shard(
         lambda s, x: ([w + x for w in s], ()), cpu_mesh(8), min_size=0
     )
@@ -178,6 +222,43 @@ def test_a_batch_that_stays_is_not_looked_at_again(monkeypatch) -> None:
     assert counts[1:] == [counts[1]] * 3
     step([jax.device_put(w, w.sharding) for w in state[:-1]] + [x], jnp.ones(8))
     assert len(looked) > counts[-1]
+
+
+@pytest.mark.parametrize("given", ["NumPy's", "JAX's", "made by a step"])
+def test_a_new_batch_is_compared_with_leaves_of_its_kind(given, monkeypatch) -> None:
+    """Each leaf was looked at in each call: 3 to 6 ms where there are 600."""
+    kinds, looked = [], []
+    kind, find = shared_buffers.shard_kind, shared_buffers._buffers
+    for name, of, seen in (("shard_kind", kind, kinds), ("_buffers", find, looked)):
+
+        def count(x, of=of, seen=seen):
+            seen.append(x)
+            return of(x)
+
+        monkeypatch.setattr(shared_buffers, name, count)
+    step = shardfn.fully_shard(
+        lambda s, x: ([w + jnp.sum(x) for w in s], ()), SPLIT.mesh, min_size=0
+    )
+    other = shardfn.fully_shard(lambda s, x: (s + x, ()), SPLIT.mesh, min_size=0)
+    batch = other.shard(jnp.zeros(16))
+    split = NamedSharding(SPLIT.mesh, P("data"))
+
+    def make(batch):
+        if given == "NumPy's":
+            return np.ones(16, np.float32)
+        if given == "JAX's":
+            return jax.device_put(np.ones(16, np.float32), split)
+        return other(batch, np.ones(16, np.float32))[0]
+
+    state = step.shard([jnp.ones(8)] * 20 + [jnp.ones(16)])
+    for call in range(3):
+        batch = make(batch)
+        kinds.clear()
+        looked.clear()
+        state, _ = step(state, batch)
+        if call:
+            assert all(x.shape == (16,) for x in kinds + looked), call
+            assert len(looked) == (0 if given == "made by a step" else 2), call
 
 
 def test_a_call_that_fails_decides_nothing() -> None:

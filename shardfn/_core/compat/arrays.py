@@ -4,6 +4,7 @@ In: arrays with values, or tracers. Out: which they are, their weak types, and t
 manual axes that they vary over.
 """
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -33,9 +34,12 @@ runs: with JAX 0.10 one that other jitted functions were given ends the process,
 is on several devices."""
 
 
+_is_deleted = operator.methodcaller("is_deleted")
+
+
 def any_deleted(arrays: Iterable[jax.Array]) -> bool:
     """Whether one of some arrays that have values was donated or deleted."""
-    return any([x.is_deleted() for x in arrays])
+    return any(map(_is_deleted, arrays))
 
 
 def abstract(aval: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
