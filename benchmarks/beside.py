@@ -11,10 +11,10 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import shardfn
-from shardfn._api.aot import rates_of
 from shardfn.analysis import targets
 from shardfn.analysis._hlo import read_collectives
 from shardfn.analysis._hlo.play import play
+from shardfn.analysis._rates import rates_of
 
 ROWS = PartitionSpec("data")
 

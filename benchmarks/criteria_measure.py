@@ -15,10 +15,10 @@ import jax
 from criteria_cases import Case
 from jax.sharding import Mesh
 
-from shardfn._api.aot import rates_of
 from shardfn.analysis import targets
 from shardfn.analysis._hlo import overlapped_bytes, read_collectives, wire_bytes
 from shardfn.analysis._hlo.play import play
+from shardfn.analysis._rates import rates_of
 
 NEWER = jax.__version_info__ >= (0, 11)
 PIPELINED = (

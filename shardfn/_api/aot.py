@@ -3,17 +3,18 @@
 In: a target and the step's programs on its devices. Out: a `Report`.
 """
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from shardfn._api.compiled_steps import Programs
 from shardfn._api.fit_offload import Built, fitting
 from shardfn._api.planner import describe, dimensions_of
+from shardfn._api.predicted_latencies import are_predicted
 from shardfn._api.tuning.advise import advise, stored_otherwise
 from shardfn._core.automatic_axes import part_shape
 from shardfn._core.call_arguments import Rest
@@ -23,10 +24,8 @@ from shardfn._core.sharding import Axes, Sharding, Split, local_shape
 from shardfn.analysis._data_sheets import Target
 from shardfn.analysis._figures import Memory, StoredLeaf
 from shardfn.analysis._flops import count_flops
-from shardfn.analysis._hlo import HloCollective
 from shardfn.analysis._hlo.play import play
-from shardfn.analysis._hlo.timeline import Rates
-from shardfn.analysis._latency import KERNEL_GAP, TransferTime, transfer
+from shardfn.analysis._rates import rates_of
 from shardfn.analysis.report import Report
 
 
@@ -52,10 +51,12 @@ def report_on(
 
     def compiled_as(programs: Programs) -> Built:
         leaves, _ = programs.storage.leaves(states)
-        progress("tracing")
-        traced = programs.traced(states, batch)
-        progress("compiling")
-        compiled = compile_for(target, programs.lowered(traced, leaves))
+        predicted = are_predicted(programs.latencies, programs.storage.mesh)
+        progress("compiling to predict latencies" if predicted else "tracing")
+        with compiling_for(target):
+            traced = programs.traced(states, batch)
+            progress("compiling")
+            compiled = programs.lowered(traced, leaves).compile()
         return Built(programs, traced, compiled, memory_of(compiled).peak)
 
     progress("planning")
@@ -77,28 +78,11 @@ def report_on(
         flops=count_flops(traced.jaxpr.jaxpr),
         timeline=play(text, rates_of(target, storage.mesh)),
         compiler_options=tuple(programs.options.items()),
+        latencies=programs.latencies,
     )
     devices = tuple(storage.mesh.devices.flat)
     others = stored_otherwise(report, *by_use)
     return replace(report, advice=advise(report, devices, target.memory, others))
-
-
-def rates_of(target: Target, mesh: Mesh) -> Rates:
-    """The target's rates for programs on `mesh`, a mesh of its devices."""
-    coords = [tuple(d.coords) for d in mesh.devices.flat]
-
-    def of_program(together: Sequence[HloCollective]) -> TransferTime:
-        sent = sum(c.wire_bytes for c in together)
-        group = [coords[d] for d in together[0].groups[0]]
-        return transfer(target, together[0].op, sent, group)
-
-    return Rates(
-        target.matmul_rate,
-        target.memory_bandwidth,
-        of_program,
-        target.host_bandwidth,
-        KERNEL_GAP[target.platform],
-    )
 
 
 def memory_of(compiled: jax.stages.Compiled) -> Memory:
@@ -117,10 +101,11 @@ def memory_of(compiled: jax.stages.Compiled) -> Memory:
     )
 
 
-def compile_for(target: Target, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    """Compiles; where the compiler itself finds that memory is short, says so."""
+@contextlib.contextmanager
+def compiling_for(target: Target) -> Iterator[None]:
+    """Where the compiler itself finds that memory is short, says so."""
     try:
-        return lowered.compile()
+        yield
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

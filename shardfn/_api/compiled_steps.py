@@ -15,6 +15,11 @@ import jax
 from shardfn._api.argument_leaves import Side
 from shardfn._api.offload_bound import offload_bound
 from shardfn._api.plain_step import PlainStep
+from shardfn._api.predicted_latencies import (
+    Latencies,
+    are_predicted,
+    predicted_latencies,
+)
 from shardfn._api.shared_buffers import apart
 from shardfn._core import compat
 from shardfn._core.call_arguments import (
@@ -49,12 +54,14 @@ class Programs:
       storage: the mesh, and how states are stored on it.
       donate: whether the state's buffers are given to the result.
       asked: what the user asks of the compiler.
+      latencies: whose figures its scheduler goes by.
     """
 
     plain: PlainStep
     storage: Storage
     donate: bool
     asked: Asked = None
+    latencies: Latencies = "xla"
     _jitted: Recent[Any, Any] = field(
         default_factory=lambda: Recent(BATCH_KINDS), repr=False
     )
@@ -132,14 +139,17 @@ class Programs:
         treedef: Any,
         batch: tuple[Sequence[Leaf], Any],
         meaning: StateArguments,
+        run_on: tuple[Any, ...],
         whole: bool = False,
     ) -> Any:
         """The jitted step on stored leaves and the tuple of the other arguments, traced
         on the logical shapes of `leaves`: one for each kind of `batch`, its leaves and
         structure, so that what is compiled goes with it.
 
-        Where it becomes part of another program, that is compiled as its own call says,
-        and leaves that are stored padded come and go `whole`.
+        Where its latencies are predicted, it is compiled once here, for `run_on`, the
+        arguments that it is for. Where it becomes part of another program, that is
+        compiled as its own call says, and leaves that are stored padded come and go
+        `whole`.
         """
         options = {} if whole else self.options
         shapes = tuple((leaf.aval.shape, leaf.auto) for leaf in leaves)
@@ -164,9 +174,15 @@ class Programs:
                 return planned.traced.returned(out)
 
             functools.update_wrapper(run, self.plain.step, updated=())
-            self._jitted[key] = jax.jit(
-                run, donate_argnums=donated, compiler_options=options or None
-            )
+
+            def jitted(options: dict[str, Any]) -> Any:
+                given = options or None
+                return jax.jit(run, donate_argnums=donated, compiler_options=given)
+
+            if not whole and are_predicted(self.latencies, storage.mesh):
+                lowered = self.lowered(jitted(options).trace(*run_on), leaves)
+                options |= predicted_latencies(lowered, storage.mesh)
+            self._jitted[key] = jitted(options)
         return self._jitted[key]
 
     def traced(self, states: tuple[Any, ...], batch: Rest) -> Any:
@@ -181,13 +197,14 @@ class Programs:
             self.storage.stored_aval(leaf, s)
             for leaf, s in zip(batch_leaves, split, strict=True)
         ]
-        jitted = self.jitted(leaves, treedef, (batch_leaves, batch_tree), batch.meaning)
         count = batch.meaning.returned(treedef)
         if self.is_described(leaves):
             kinds = (kind_of(leaf.memory) for leaf in leaves)
             stored = list(map(compat.without_devices, stored, kinds))
             placed = [compat.without_devices(aval, None) for aval in placed]
-        return jitted.trace(*given(stored, count, batch_tree, placed))
+        run_on = given(stored, count, batch_tree, placed)
+        kind = batch_leaves, batch_tree
+        return self.jitted(leaves, treedef, kind, batch.meaning, run_on).trace(*run_on)
 
     def lower(self, states: tuple[Any, ...], batch: Rest) -> jax.stages.Lowered:
         """The jitted step lowered for the devices of the mesh."""

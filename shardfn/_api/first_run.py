@@ -42,8 +42,6 @@ def check_first_run(
     Raises:
       ShardingError: the processes differ, or the compiled step is not as planned.
     """
-    if verify != "off" and not is_traced:
-        _check_compiled(lowered(), planned(), mesh, verify)
     group = processes.of(mesh.devices.flat)
     if len(group) > 1:
         with processes.meeting("planned the step", group):
@@ -52,6 +50,8 @@ def check_first_run(
         if not is_traced:
             with processes.meeting("compiled the step", group):
                 lowered().compile()
+    if verify != "off" and not is_traced:
+        _check_compiled(lowered(), planned(), mesh, verify)
 
 
 def _check_processes(planned: Planned, group: Sequence[int]) -> None:

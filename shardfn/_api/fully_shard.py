@@ -16,6 +16,7 @@ from shardfn._api.options import Options, shows_options
 from shardfn._api.plain_step import PlainStep, Step
 from shardfn._api.planner import stored_by_use
 from shardfn._api.pmapped import unwrapped
+from shardfn._api.predicted_latencies import Latencies
 from shardfn._api.sharded_step import ShardedStep
 from shardfn._api.tuning.tuned_options import read
 from shardfn._api.validate import (
@@ -23,6 +24,7 @@ from shardfn._api.validate import (
     check_axis,
     check_example,
     check_flags,
+    check_latencies,
     check_mesh,
     check_min_size,
     check_names,
@@ -93,6 +95,7 @@ def fully_shard(
     donate: bool = True,
     verify: str = "off",
     compiler_options: Asked = None,
+    latencies: Latencies | None = None,
     options: str | os.PathLike[str] | None = None,
     shard_for: tuple[Any, ...] | None = None,
     **leaf_options: Unpack[LeafOptions],
@@ -149,6 +152,13 @@ def fully_shard(
         which. One that is named here, in XLA_FLAGS or in LIBTPU_INIT_ARGS is the
         user's: its value here counts, and None leaves it to XLA. False: none is set.
         None of them counts where the step is called under another transform.
+      latencies: whose figures XLA's scheduler for GPUs goes by when it puts transfers
+        beside matmuls. `"xla"`, the default: its own, a fixed one for each kind of
+        operation. `"predicted"`: the step is compiled, what each of its kernels and
+        transfers takes is predicted from data sheets, and it is compiled again with
+        that; it takes twice as long to compile. Worth it where the device waits for
+        transfers between hosts: `step.on` says how long, and `shardfn.tune` tries it.
+        It changes nothing on CPUs and TPUs, nor under another transform.
       options: path of a file that `python -m shardfn tune` or `Tuning.save` wrote; none
         by default. Its options count where none is given here, those of the compiler on
         the platform that they were chosen for. A step that has changed since is
@@ -176,8 +186,8 @@ def fully_shard(
 
     Raises:
       ShardingError: `mesh` has no axis `axis`; an option has no such value;
-        `train_step` is sharded already; or `verify` or `compiler_options` is given
-        without a mesh.
+        `train_step` is sharded already; or `verify`, `compiler_options` or `latencies`
+        is given without a mesh.
 
     Example:
       >>> import jax, jax.numpy as jnp, shardfn
@@ -207,6 +217,7 @@ def fully_shard(
         "donate": donate,
         "verify": verify,
         "compiler_options": compiler_options,
+        "latencies": latencies,
         "options": options,
         "shard_for": shard_for,
         **leaf_options,
@@ -220,6 +231,9 @@ def fully_shard(
     check_example(shard_for)
     check_verify(verify)
     asked = check_options(compiler_options)
+    if latencies is None and tuned is not None:
+        latencies = tuned.latencies
+    check_latencies(latencies)
     if train_step is None:
         return functools.partial(fully_shard, mesh=mesh, **given)
     check_step(train_step)
@@ -238,7 +252,8 @@ def fully_shard(
     if tuned is not None and asked is not False:
         platform = mesh.devices.flat[0].platform
         asked = {**tuned.of_compiler(platform), **(asked or {})}
-    step = ShardedStep(Programs(plain, storage, donate, asked), verify)
+    programs = Programs(plain, storage, donate, asked, latencies or "xla")
+    step = ShardedStep(programs, verify)
     functools.update_wrapper(step, inner, updated=())
     if shard_for is None:
         return step

@@ -13,6 +13,7 @@ import textwrap
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
+from shardfn._api.predicted_latencies import Latencies
 from shardfn._core.errors import ShardingError, call_site
 from shardfn._core.leaf_options import LEAF_OPTIONS, LeafOptions
 from shardfn._core.limits import DOC_WIDTH
@@ -35,6 +36,7 @@ class Options(LeafOptions, total=False):
     donate: bool
     verify: str
     compiler_options: Asked
+    latencies: Latencies | None
     options: str | os.PathLike[str] | None
     shard_for: tuple[Any, ...] | None
 

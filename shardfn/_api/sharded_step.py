@@ -212,7 +212,7 @@ class ShardedStep(ReportMethods, Generic[P, R]):
         """Another step with these options; `states` are where its state is."""
         plain, of = self.plain.of(step), self.programs
         plain = replace(plain, state_argnums=states) if states else plain
-        own = Programs(plain, of.storage, of.donate, of.asked)
+        own = Programs(plain, of.storage, of.donate, of.asked, of.latencies)
         return ShardedStep(own, self.verify)
 
     def _modules(
@@ -272,10 +272,27 @@ class ShardedStep(ReportMethods, Generic[P, R]):
         ]
         returned = batch.meaning.returned(treedef)
         padded = (i for i, k in enumerate(kinds) if k.is_padded and not whole)
+        run_on = given(stored, returned, batch_tree, placed)
+        kind = batch_leaves, batch_tree
+        jitted = functools.partial(
+            self.programs.jitted, leaves, treedef, kind, batch.meaning, run_on, whole
+        )
+        types = tuple((x.aval, x.auto) for x in (*leaves, *batch_leaves))
+        around = storage.current_mesh, compat.configuration()
+        program = treedef, batch_tree, types, *around
+        if not self._checked.find(program):
+            rest = jax.tree.unflatten(batch_tree, placed)
+            check_first_run(
+                lambda: jitted().lower(*run_on),
+                functools.partial(self.programs.planned, leaves, treedef, rest),
+                self.mesh,
+                self.verify,
+                whole,
+            )
+            if not whole:
+                self._checked[program] = True
         ready = Ready(
-            run=self.programs.jitted(
-                leaves, treedef, (batch_leaves, batch_tree), batch.meaning, whole
-            ),
+            run=jitted(),
             kinds=kinds,
             returned=returned,
             padded=tuple(padded),
@@ -287,21 +304,6 @@ class ShardedStep(ReportMethods, Generic[P, R]):
             donates=self.programs.donate and not whole,
             without_values=any(k.aval.dtype == jax.dtypes.float0 for k in kinds),
         )
-        types = tuple((x.aval, x.auto) for x in (*leaves, *batch_leaves))
-        around = storage.current_mesh, compat.configuration()
-        program = treedef, batch_tree, types, *around
-        if not self._checked.find(program):
-            rest = jax.tree.unflatten(batch_tree, placed)
-            run_on = given(stored, returned, batch_tree, placed)
-            check_first_run(
-                functools.partial(ready.run.lower, *run_on),
-                functools.partial(self.programs.planned, leaves, treedef, rest),
-                self.mesh,
-                self.verify,
-                whole,
-            )
-            if not whole:
-                self._checked[program] = True
         return ready, stored, placed
 
     def _key(self, division: Division, batch: Sequence[Any]) -> Any:

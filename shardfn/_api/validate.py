@@ -15,11 +15,15 @@ from jax.sharding import Mesh
 
 from shardfn._api.local_step import LocalStep
 from shardfn._api.options import Options
+from shardfn._api.predicted_latencies import LATENCIES
 from shardfn._api.sharded_step import VERIFY, ShardedStep
 from shardfn._core.control import Control
 from shardfn._core.errors import ShardingError, call_site, cannot_be
 from shardfn._core.optional import in_use
 from shardfn._core.sharding import named_twice
+
+_OF_A_MESH = {"verify": "off", "compiler_options": None, "latencies": None}
+"""Options of a whole compiled program, and what they are where nothing is asked."""
 
 _NETWORKS = "flax.linen", "flax.nnx", "equinox"
 """Libraries whose `Module` is a network; looked at if they are imported."""
@@ -143,8 +147,8 @@ def check_example(shard_for: Any) -> None:
 
 def check_needs_no_mesh(options: Options, control: Control) -> None:
     """Raises if one of `options`, which are given without a mesh, needs one."""
-    for option, default in (("verify", "off"), ("compiler_options", None)):
-        if options[option] != default:
+    for option, default in _OF_A_MESH.items():
+        if options.get(option) != default:
             raise ShardingError(
                 f"{option}={options[option]!r} needs a mesh: without one the step "
                 "becomes part of a program that the caller compiles.\n"
@@ -198,6 +202,13 @@ def check_verify(verify: Any) -> None:
             f"  fully_shard was called at {call_site()}\n"
             "Pass 'error' or 'warn' to hold the compiled step against the plan."
         )
+
+
+def check_latencies(latencies: Any) -> None:
+    """Raises if `latencies` is neither None nor one of `LATENCIES`."""
+    known = isinstance(latencies, str) and latencies in LATENCIES
+    if latencies is not None and not known:
+        cannot_be("latencies", latencies, "Pass 'predicted', 'xla' or None.")
 
 
 def _count(value: Any) -> int | None:

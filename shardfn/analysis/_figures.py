@@ -81,6 +81,7 @@ class Figures:
       flops: of matmuls on one device.
       timeline: the schedule played at the target's rates.
       compiler_options: options that the compiler was given.
+      latencies: whose figures its scheduler goes by, "xla" or "predicted".
       advice: options that may help, the most first.
     """
 
@@ -93,6 +94,7 @@ class Figures:
     flops: Flops
     timeline: Timeline = field(repr=False)
     compiler_options: tuple[tuple[str, Any], ...] = ()
+    latencies: str = "xla"
     advice: tuple[Advice, ...] = ()
 
     @property

@@ -33,7 +33,7 @@ from shardfn.analysis._computed_alike import computed_alike
 from shardfn.analysis._explain import LeafLayout, Operation
 from shardfn.analysis._live_runs import Runs, count_runs
 from shardfn.analysis._move_reason import Why
-from shardfn.analysis._program_hash import structure_of
+from shardfn.analysis._program_hash import operations_hash
 from shardfn.analysis._replicated import work_of
 from shardfn.analysis._surroundings import ALONE, Surroundings
 from shardfn.analysis.collective import Collective
@@ -95,7 +95,7 @@ def make_plan(
         copies_itself=_copies_itself(program),
         on_host=host_leaves(state, body.inputs, axes),
         offload=offload,
-        structure=structure_of(program, state),
+        operations_hash=operations_hash(program),
         leaves=tuple(
             LeafLayout(
                 leaf_name(leaf.path),

@@ -1,13 +1,13 @@
 """What identifies a traced step: a hash of its program and the arrays it captures.
 
 In: a program. Out: a hash that two traces share iff they are the same program on equal
-constants, in every process; and hashes of what does not depend on the batch's size.
+constants, in every process; and one of what does not depend on the batch's size.
 """
 
 import hashlib
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,6 @@ import numpy as np
 from shardfn._core import compat
 from shardfn._core.equation_key import literal_key
 from shardfn._core.errors import where
-from shardfn._core.leaves import Leaf, leaf_name
 from shardfn._core.limits import SHOWN_ARRAY_BYTES
 from shardfn._core.program import Program
 
@@ -29,11 +28,11 @@ def fingerprint_of(program: Program) -> str:
     return hashing.digest.hexdigest()
 
 
-def structure_of(program: Program, leaves: Sequence[Leaf]) -> tuple[str, str]:
-    """Hashes of the state's leaves and of the step's operations. Batches of other sizes
-    are the same program, and so are other numbers of devices."""
-    state = ((leaf_name(x.path), x.aval.shape, str(x.aval.dtype)) for x in leaves)
-    return _hash(state), _hash(_operations(program))
+def operations_hash(program: Program) -> str:
+    """The hash of a step's operations without their sizes. Batches of other sizes are
+    the same program, and so are other numbers of devices."""
+    names = repr(list(_operations(program)))
+    return hashlib.sha256(names.encode()).hexdigest()[:16]
 
 
 def _operations(program: Program) -> Iterator[str]:
@@ -41,10 +40,6 @@ def _operations(program: Program) -> Iterator[str]:
         yield node.eqn.primitive.name
         for body in node.bodies:
             yield from ("(", *_operations(body), ")")
-
-
-def _hash(values: Iterator[Any]) -> str:
-    return hashlib.sha256(repr(list(values)).encode()).hexdigest()[:16]
 
 
 def listing_of(program: Program) -> Iterator[str]:

@@ -34,8 +34,8 @@ class Plan:
       collectives: every collective, in program order.
       parameter_bytes: M, the bytes of the gathered parameters in their compute dtype.
       program: fingerprint of the traced step and of the arrays it captured.
-      structure: hashes of the state's leaves and of the step's operations without their
-        sizes: the same for batches of other sizes, and for other numbers of devices.
+      operations_hash: that of the step's operations without their sizes: the same for
+        batches of other sizes, and for other numbers of devices.
       control: what was asked of the moves of state leaves.
       work: the FLOPs of one device, and those of them that every device repeats.
       notes: which arguments are state, where that had to be found, and what of the mesh
@@ -63,7 +63,7 @@ class Plan:
     transfers: tuple[HostTransfer, ...] = ()
     on_host: tuple[LeafOnHost, ...] = ()
     copies_itself: bool = field(default=False, compare=False, repr=False)
-    structure: tuple[str, str] = ("", "")
+    operations_hash: str = ""
     offload: OffloadChoice | None = field(default=None, compare=False, repr=False)
 
     @property

@@ -73,6 +73,8 @@ def _head(report: Report) -> list[str]:
     mesh = " x ".join(f"{n}={s}" for n, s in zip(axes.names, axes.sizes, strict=True))
     options = [f"  compiler option {n}={value}" for n, value in report.compiler_options]
     head = f"{report.step} on {target.name}: {target.num_devices} devices, mesh {mesh}"
+    if report.latencies != "xla":
+        options.append(f"  latencies {report.latencies} for XLA's scheduler")
     return [head, *options]
 
 

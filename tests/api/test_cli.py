@@ -279,8 +279,9 @@ GIVEN = {
     "batch_spec": P("data"),
     "donate": False,
     "per_device_state": (),
-    "verify": "off",  # needs a mesh, as the next two, per_device_state and shard_for
+    "verify": "off",  # needs a mesh, as the next three, per_device_state and shard_for
     "compiler_options": None,
+    "latencies": None,
     "options": None,
     "offload": None,
     "reshard_after_forward": {"*": False},

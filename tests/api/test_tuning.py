@@ -16,7 +16,7 @@ import shardfn
 from shardfn._api.tuning.advise import advise
 from shardfn._api.tuning.candidates import Candidate, Tuning, choose
 from shardfn._api.tuning.tune import joined
-from shardfn._api.tuning.tuned_options import TunedOptions, read, write
+from shardfn._api.tuning.tuned_options import TunedOptions, read, state_of, write
 from shardfn._core.errors import ShardingError
 from shardfn._core.limits import ADVISED_SHARE, TUNED_SHARE
 
@@ -102,7 +102,7 @@ def test_where_the_step_itself_is_not_as_planned_others_need_not_be() -> None:
     assert "The compiled programs are not as planned" in text
 
 
-TUNED = TunedOptions("train_step", "h100:8", "cuda", jax.__version__, "s", "p", ())
+TUNED = TunedOptions("train_step", "h100:8", "cuda", jax.__version__, (), "p", ())
 
 
 def test_a_table_says_why_each_lost() -> None:
@@ -137,9 +137,12 @@ def test_options_join_unless_they_say_different_things() -> None:
 
 
 def tuned_for(step, *options, state=STATE, batch=ROWS) -> TunedOptions:
-    hashes = shardfn.fully_shard(step, cpu_mesh(8)).plan(state, batch).structure
-    version = jax.__version__
-    return TunedOptions("train_step", "h100:8", "cuda", version, *hashes, options)
+    plan = shardfn.fully_shard(step, cpu_mesh(8)).plan(state, batch)
+    leaves = state_of((x.name, x.shape, x.dtype) for x in plan.leaves)
+    made_of = leaves, plan.operations_hash
+    return TunedOptions(
+        "train_step", "h100:8", "cuda", jax.__version__, *made_of, options
+    )
 
 
 @pytest.fixture
@@ -179,22 +182,33 @@ def other_operations(state, batch):
     return state, jnp.sqrt(loss)
 
 
+def without_count(state, batch):
+    new, loss = train_step({**state, "count": 0}, batch)
+    return {"weights": new["weights"]}, loss
+
+
+BIAS = f"float32[{LAYERS},{{}}]"
+
+
 @pytest.mark.parametrize(
-    "step, state, what",
+    "step, state, changed",
     [
-        (train_step, made(128), "state"),
-        (train_step, {**STATE, "ema": STATE["weights"]["in"]}, "state"),
-        (other_operations, STATE, "operations"),
-        (microbatched, STATE, "operations"),
+        (train_step, made(128), f"'weights/bias' is {BIAS.format(128)} and was"),
+        (train_step, {**STATE, "ema": STATE["count"]}, "'ema', int32[], is new"),
+        (without_count, {"weights": STATE["weights"]}, "'count', int32[], is gone"),
+        (other_operations, STATE, ""),
+        (microbatched, STATE, ""),
     ],
 )
-def test_a_changed_program_is_refused(path, step, state, what) -> None:
-    changed = shardfn.fully_shard(step, cpu_mesh(8), options=path)
+def test_a_changed_program_is_refused(path, step, state, changed) -> None:
+    refusing = shardfn.fully_shard(step, cpu_mesh(8), options=path)
     rows = ROWS[:, : state["weights"]["in"].shape[1]]
     with pytest.raises(ShardingError) as caught:
-        changed(state, rows)
+        refusing(state, rows)
     message = str(caught.value)
+    what = "state" if changed else "operations"
     assert f"the {what} of" in message and "tuned for another program" in message
+    assert ("as it was then" + (f": {changed}" if changed else ".\n")) in message
     assert "tuned.json" in message and "test_tuning.py" in message
     assert "gather_dtype={'weights/in': 'bfloat16'}" in message
     jax.tree.map(np.asarray, state)  # it is still there
@@ -217,7 +231,7 @@ def test_another_version_of_jax_is_named(path) -> None:
             '{"format": "tuned options of shardfn, 0"}',
             "is no file of tuned options: it is of another format",
         ),
-        ('{"format": "tuned options of shardfn, 1"}', "lacks one of step, target"),
+        ('{"format": "tuned options of shardfn, 2"}', "lacks one of step, target"),
         ("prefetch: __import__('os')", "has a value that is none: "),
         ("prefetched: 1", "names an option 'prefetched', which fully_shard does not"),
     ],
@@ -265,7 +279,7 @@ def test_each_option_that_figures_speak_for_is_advised(report) -> None:
     rows = advise(report, devices, report.target.memory)
     assert {name for row in rows for name, _ in row.options} == {
         *("prefetch", "reshard_after_forward", "accumulate", "bucket_bytes"),
-        "compiler_options",
+        *("latencies", "compiler_options"),
     }
     assert [row.saves for row in rows] == sorted((r.saves for r in rows), reverse=True)
     assert all(0 < row.saves <= report.exposed_seconds for row in rows)

@@ -173,11 +173,22 @@ def _flags(figures: Figures, devices: Devices, memory: int) -> Iterator[Advice]:
             yield Advice(name, (("compiler_options", given),), saves, -layer, why)
 
 
+def _latencies(figures: Figures, devices: Devices, memory: int) -> Iterator[Advice]:
+    """What XLA's scheduler goes by."""
+    del devices, memory
+    waits = sum(_waits(figures, op) for op in (AllGather.op, ReduceScatter.op))
+    if waits and figures.target.platform == "cuda" and figures.latencies == "xla":
+        asked = (("latencies", "predicted"),)
+        why = f"the device waits {seconds_text(waits)}, which XLA's figures do not tell"
+        yield Advice("latencies predicted", asked, waits, 0, why)
+
+
 RULES: tuple[Callable[[Figures, Devices, int], Iterator[Advice]], ...] = (
     _prefetch,
     _keep_gathered,
     _defer,
     _buckets,
+    _latencies,
     _flags,
 )
 """What may help, each with the figures that say so."""

@@ -11,13 +11,14 @@ from typing import Any
 from shardfn._api.compiled_steps import Programs
 from shardfn._api.sharded_step import ShardedStep
 from shardfn._core.control import make_control
+from shardfn._core.leaf_options import LEAF_OPTIONS
 
 
 def with_options(
     step: ShardedStep[..., Any], options: Mapping[str, Any]
 ) -> ShardedStep[..., Any]:
-    """The same step with other options: those of leaves, and of the compiler, of which
-    those that it has and these do not name stay.
+    """The same step with other options: those of leaves, of latencies, and of the
+    compiler, of which those that it has and these do not name stay.
 
     Args:
       step: the step.
@@ -28,7 +29,7 @@ def with_options(
     """
     if not options:
         return step
-    of_leaves = {n: v for n, v in options.items() if n != "compiler_options"}
+    of_leaves = {n: v for n, v in options.items() if n in LEAF_OPTIONS}
     programs, storage = step.programs, step.storage
     control = make_control(**{**storage.control.given, **of_leaves})
     control.check_axes(storage.axes.names)
@@ -37,4 +38,6 @@ def with_options(
     asked = programs.asked
     if options.get("compiler_options") and asked is not False:
         asked = {**(asked or {}), **options["compiler_options"]}
-    return ShardedStep(Programs(plain, storage, programs.donate, asked), step.verify)
+    latencies = options.get("latencies", programs.latencies)
+    changed = Programs(plain, storage, programs.donate, asked, latencies)
+    return ShardedStep(changed, step.verify)

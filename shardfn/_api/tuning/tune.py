@@ -19,7 +19,7 @@ from shardfn._api.sharded_step import ShardedStep
 from shardfn._api.tuning.advise import advise, of_storage
 from shardfn._api.tuning.candidates import Candidate, Tuning, choose
 from shardfn._api.tuning.changed_options import with_options
-from shardfn._api.tuning.tuned_options import TunedOptions
+from shardfn._api.tuning.tuned_options import TunedOptions, state_of
 from shardfn._core.errors import ShardingError
 from shardfn._core.limits import TUNED_COMPILATIONS, TUNED_SHARE
 from shardfn._core.option_values import size_in
@@ -221,6 +221,7 @@ def _tuned(report: Report, options: Changes) -> TunedOptions:
         target.name,
         target.platform,
         jax.__version__,
-        *report.plan.structure,
+        state_of((x.name, x.shape, x.dtype) for x in report.plan.leaves),
+        report.plan.operations_hash,
         options,
     )

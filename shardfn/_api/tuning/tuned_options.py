@@ -7,7 +7,7 @@ program is another one.
 import ast
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,11 +16,11 @@ import jax
 
 from shardfn._core.errors import ShardingError, call_site, called, step_name
 from shardfn._core.leaf_options import LEAF_OPTIONS
-from shardfn._core.leaves import Leaf
+from shardfn._core.leaves import Leaf, leaf_name
 from shardfn._core.program import Program
-from shardfn.analysis._program_hash import structure_of
+from shardfn.analysis._program_hash import operations_hash
 
-FORMAT = "tuned options of shardfn, 1"
+FORMAT = "tuned options of shardfn, 2"
 """What a file says that it is; another number is another layout."""
 
 
@@ -33,7 +33,7 @@ class TunedOptions:
       target: the machine's name.
       platform: "cuda" or "tpu", for which the compiler's options are.
       jax: its version.
-      state: a hash of the names, shapes and dtypes of the state's leaves.
+      state: the state's leaves, by name and what each is: "params/w float32[8,16]".
       program: a hash of the step's operations, without their sizes.
       options: names and values.
       place: the file and the call of `fully_shard`, if they come from one.
@@ -43,7 +43,7 @@ class TunedOptions:
     target: str
     platform: str
     jax: str
-    state: str
+    state: tuple[str, ...]
     program: str
     options: tuple[tuple[str, Any], ...]
     place: str = ""
@@ -57,6 +57,11 @@ class TunedOptions:
         same = {"gpu": "cuda"}.get(platform, platform) == self.platform
         return dict(dict(self.options).get("compiler_options", {})) if same else {}
 
+    @property
+    def latencies(self) -> Any:
+        """Whose figures the compiler's scheduler goes by; None if nothing is said."""
+        return dict(self.options).get("latencies")
+
     def check(self, program: Program, leaves: Sequence[Leaf]) -> None:
         """Raises if the step is not the one that the options were chosen for.
 
@@ -67,21 +72,21 @@ class TunedOptions:
         Raises:
           ShardingError: its state or its operations are others.
         """
-        state, operations = structure_of(program, leaves)
-        if (state, operations) == (self.state, self.program):
+        named = ((leaf_name(x.path), x.aval.shape, str(x.aval.dtype)) for x in leaves)
+        changed = _changed(self.state, state_of(named))
+        if not changed and operations_hash(program) == self.program:
             return
-        what = (
-            "state of {} is not that"
-            if state != self.state
-            else ("operations of {} are not those")
-        )
-        what = what.format(step_name())
+        name = step_name()
+        what = f"operations of {name} are not those"
+        if changed:
+            what = f"state of {name} is not that"
+            changed = f": {changed}"
         versions = ""
         if self.jax != jax.__version__:
             versions = f", with jax {self.jax}, where this is {jax.__version__}"
         raise ShardingError(
             f"options={self.place}: they were tuned for another program: the {what} "
-            f"of {self.step} as it was then{versions}.\n"
+            f"of {self.step} as it was then{changed}{versions}.\n"
             f"{called()}Tune again, or write the options that you want into the call "
             f"of fully_shard: {self.texts()}."
         )
@@ -91,11 +96,37 @@ class TunedOptions:
         return ", ".join(f"{n}={v!r}" for n, v in self.options) or "there are none"
 
 
+def state_of(
+    leaves: Iterable[tuple[str, Sequence[int], str]],
+) -> tuple[str, ...]:
+    """What a file says of a state, of the names, shapes and dtypes of its leaves."""
+    return tuple(
+        f"{name} {dtype}[{','.join(map(str, shape))}]" for name, shape, dtype in leaves
+    )
+
+
+def _changed(before: Sequence[str], now: Sequence[str]) -> str:
+    """The first leaf in which two states differ, in words; empty if they are alike."""
+    if before == now:
+        return ""
+    old, new = (dict(leaf.rsplit(" ", 1) for leaf in x) for x in (before, now))
+    for name, kind in new.items():
+        if name not in old:
+            return f"'{name}', {kind}, is new"
+        if old[name] != kind:
+            return f"'{name}' is {kind} and was {old[name]}"
+    for name, kind in old.items():
+        if name not in new:
+            return f"'{name}', {kind}, is gone"
+    return "its leaves have another order"
+
+
 def write(path: Path, tuned: TunedOptions) -> None:
     """Writes a file, or leaves the one that is there."""
     data = {
         "format": FORMAT,
         **{name: getattr(tuned, name) for name in _TEXTS},
+        "state": tuned.state,
         "options": {name: repr(value) for name, value in tuned.options},
     }
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
@@ -106,7 +137,7 @@ def write(path: Path, tuned: TunedOptions) -> None:
         scratch.unlink(missing_ok=True)
 
 
-_TEXTS = ("step", "target", "platform", "jax", "state", "program")
+_TEXTS = ("step", "target", "platform", "jax", "program")
 
 
 def read(path: str | os.PathLike[str]) -> TunedOptions:
@@ -131,19 +162,23 @@ def read(path: str | os.PathLike[str]) -> TunedOptions:
     if not isinstance(data, Mapping) or data.get("format") != FORMAT:
         _refuse(place, "is of another format")
     texts = {name: data.get(name) for name in _TEXTS}
-    options = data.get("options")
-    if not all(isinstance(x, str) for x in texts.values()) or not isinstance(
-        options, Mapping
+    state, options = data.get("state"), data.get("options")
+    if (
+        not all(isinstance(x, str) for x in texts.values())
+        or not isinstance(state, list)
+        or not all(isinstance(x, str) and " " in x for x in state)
+        or not isinstance(options, Mapping)
     ):
-        _refuse(place, f"lacks one of {', '.join(_TEXTS)} and options")
+        _refuse(place, f"lacks one of {', '.join(_TEXTS)}, state and options")
     try:
         values = tuple((n, ast.literal_eval(v)) for n, v in options.items())
     except (ValueError, SyntaxError, TypeError) as error:
         _refuse(place, f"has a value that is none: {error}", error)
     for name, _ in values:
-        if name not in (*LEAF_OPTIONS, "compiler_options"):
+        if name not in (*LEAF_OPTIONS, "compiler_options", "latencies"):
             _refuse(place, f"names an option '{name}', which fully_shard does not have")
-    return TunedOptions(**texts, options=values, place=place)  # pyright: ignore
+    given: dict[str, Any] = {**texts, "state": tuple(state)}
+    return TunedOptions(**given, options=values, place=place)
 
 
 def _refuse(place: str, why: str, cause: Exception | None = None) -> NoReturn:

@@ -65,6 +65,7 @@ def play(hlo_text: str, rates: Rates) -> Timeline:
         copies=tuple(player.copies),
         kernels=player.kernels,
         latency=player.latency,
+        durations=tuple(player.durations.items()),
     )
 
 
@@ -105,6 +106,7 @@ class _Player:
     host_free: dict[str, float] = field(default_factory=dict)
     kernels: int = 0
     latency: float = 0.0
+    durations: dict[str, float] = field(default_factory=dict)
 
     def run(self, frame: Frame, below: int, depth: int) -> None:
         """Plays a computation on top of `below` bytes of live memory."""
@@ -150,6 +152,7 @@ class _Player:
         seconds = max(matmul, cost.bytes / rates.memory)
         if seconds:
             seconds += rates.gap
+            self.durations[instr.name] = seconds
             self.kernels += 1
             kind = MATMUL if cost.flops else OTHER
             end = self.now + seconds
@@ -168,6 +171,8 @@ class _Player:
         moved = self.collectives(instr, comp)
         started = [c for c, names in spread.items() if names[0] == instr.name]
         alone = not started and is_synchronous(instr)
+        if moved:
+            self.durations[instr.name] = self.rates.transfer(moved).seconds
         end = self.send(moved, alone) if moved else Arrival(self.now)
         self.arrive(instr, arrival)
         if instr.opcode == "fusion":

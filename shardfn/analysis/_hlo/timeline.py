@@ -74,6 +74,8 @@ class Timeline:
       latency: seconds of all transfers, one by one, beyond their time on the links.
       quantizer_bytes: those of `memory_bytes` that operations move which write or read
         quantized values, and what is fused with that; matmuls are not among them.
+      durations: seconds of each kernel, and of each transfer from its start until the
+        last byte is there, by the name of the compiled instruction.
     """
 
     device: tuple[Span, ...]
@@ -87,6 +89,7 @@ class Timeline:
     kernels: int = 0
     latency: float = 0.0
     quantizer_bytes: int = 0
+    durations: tuple[tuple[str, float], ...] = ()
 
     @property
     def exposed(self) -> float:
