@@ -10,6 +10,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from shardfn._core import processes
 from shardfn.analysis._data_sheets import DATA_SHEETS, Target
 from shardfn.analysis._gpus import GPUS
 from shardfn.analysis._hlo import HloCollective
@@ -53,4 +54,5 @@ def _coords(device: Any) -> tuple[int, ...]:
     found = getattr(device, "coords", None)
     if found is not None:
         return tuple(found)
-    return getattr(device, "slice_index", None) or 0, device.process_index, device.id
+    [process] = processes.of([device])
+    return getattr(device, "slice_index", None) or 0, process, device.id
