@@ -115,6 +115,13 @@ in the order of the backward pass; smaller ones move when, and together with wha
 compiler likes. Chained, the gradients of 8 unrolled layers of 1024 x 4096 on 8 H100s
 take 59.8 MiB of temporary memory instead of 144.0."""
 
+SUMS_TIME = 1
+"""How long the sums of a loop's iteration are taken to last, as a multiple of its
+matrix products, where a plan says which of them end before the iteration does; the
+compiler may delay the others. With 1, GPT-1.3B on 8 H100s takes 4.06 GiB of temporary
+memory in place of 4.22 and T5-11B 10.10 in place of 11.90, in shorter steps. With half
+of it both MLP sums of a layer of GPT-175B would end in it: 7% longer steps on 128."""
+
 # What a plan warns of
 
 REPLICATED_SHARE = 0.5

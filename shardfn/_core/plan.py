@@ -69,6 +69,7 @@ class Reshard:
     written: tuple[Quantized | None, ...] = ()
     in_bits: bool = False
     residual: Ref | None = None
+    undelayed: bool = False
     cause: Cause | None = field(default=None, compare=False, repr=False)
     notes: tuple[Note, ...] = field(default=(), compare=False, repr=False)
 

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from shardfn._core import compat
-from shardfn._core.barrier import barrier
+from shardfn._core.barrier import barrier, undelayed_on_gpus
 from shardfn._core.line_names import REPEATED, phase_name
 from shardfn._core.memories import HOST
 from shardfn._core.plan import (
@@ -183,6 +183,8 @@ class _Run:
             self.env[step.result], self.copies[step.result] = first, rest
             if step.leaves_part:
                 self.cut_off(step)
+        for ref in [s.result for s in steps if s.undelayed]:
+            self.env[ref] = undelayed_on_gpus(self.env[ref])
 
     def cut_off(self, step: Reshard) -> None:
         """Lets nothing use a whole value before the part of it that stays is cut off:
@@ -218,12 +220,9 @@ class _Run:
             self.env[step.residual] = made.pop()
             return made
         # What JAX keeps of a derivative must not refer to this run and its tracers.
+        picked = step.source in self.picked
         run = functools.partial(
-            move_along,
-            step,
-            place=self.place,
-            axes=self.axes,
-            picked=step.source in self.picked,
+            move_along, step, place=self.place, axes=self.axes, picked=picked
         )
         reduces, count = 0, len(step.path) - 1
         if extreme := self.extremes.get(step.source):

@@ -1,16 +1,38 @@
 """What a compiler delays by an iteration: reduce-scatters whose results a loop stacks.
 
-In: the plan of a loop's body. Out: bytes of the terms that wait for them. XLA for GPUs
-sums what one iteration has made while the next one computes, and once behind the loop,
-so the terms of an iteration live through the one that follows.
+In: the plan of a loop's body. Out: its sums that only lead to what the loop stacks, and
+the bytes of their terms. XLA for GPUs sums what one iteration has made while the next
+one computes, and once behind the loop, so the terms of an iteration live through the
+one that follows, but for sums that the plan does not let it delay (`undelayed_sums`).
 """
 
-from collections.abc import Set
+from collections.abc import Iterator, Set
+from dataclasses import dataclass
 
 from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard
 from shardfn._core.program import Node, Program
 from shardfn._core.sharding import Axes, Sharding, Unreduced
 from shardfn._core.sizes import local_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StackedSum:
+    """A sum whose result a loop stacks.
+
+    Attributes:
+      program: the program that it is in.
+      step: the sum.
+      within: the nodes of the calls that it is in, from the loop's body inwards.
+    """
+
+    program: Program
+    step: Reshard
+    within: tuple[int, ...]
+
+    def term_bytes(self, axes: Axes) -> int:
+        """Bytes of a device's term."""
+        aval = self.program.avals[self.step.source.value]
+        return local_bytes(aval, self.step.path[0], axes)
 
 
 def delayed_sums(node: Node, step: Apply, axes: Axes) -> int:
@@ -24,22 +46,37 @@ def delayed_sums(node: Node, step: Apply, axes: Axes) -> int:
     Returns:
       The bytes; none for a loop that stacks nothing, or that is written out.
     """
+    found = stacked_sums(node, step)
+    return sum(s.term_bytes(axes) for s in found if not s.step.undelayed)
+
+
+def stacked_sums(node: Node, step: Apply) -> list[StackedSum]:
+    """The sums of an iteration that only lead to what a loop stacks.
+
+    Args:
+      node: a node of a program.
+      step: its plan.
+
+    Returns:
+      The sums; none if it is not a loop that stacks something, or is written out.
+    """
     if node.kind != "scan" or node.is_unrolled:
-        return 0
+        return []
     (program,), (body,), (region,) = node.bodies, step.bodies, node.regions
-    return _waiting(program, body, set(region.stacks), axes)
+    return [*_leading(program, body, set(region.stacks), ())]
 
 
-def _waiting(program: Program, body: BodyPlan, stacked: Set[int], axes: Axes) -> int:
-    """Bytes of the terms whose sums only lead to the results at `stacked`."""
+def _leading(
+    program: Program, body: BodyPlan, stacked: Set[int], within: tuple[int, ...]
+) -> Iterator[StackedSum]:
+    """The sums that only lead to the results at `stacked`."""
     out = {body.outputs[i] for i in stacked}
     elsewhere = {r for i, r in enumerate(body.outputs) if i not in stacked}
-    total = 0
     for step in reversed(body.steps):
         if isinstance(step, Reshard) and step.result in out - elsewhere:
             first, last = step.path[0], step.path[-1]
             if _is_term(first) and not _is_term(last):
-                total += local_bytes(program.avals[step.source.value], first, axes)
+                yield StackedSum(program, step, within)
             else:
                 out.add(step.source)
         elif isinstance(step, Apply):
@@ -48,10 +85,9 @@ def _waiting(program: Program, body: BodyPlan, stacked: Set[int], axes: Axes) ->
             mine = {i for i, ref in enumerate(made) if ref in out - elsewhere}
             if node.is_call and mine:
                 (inner,), (plan,) = node.bodies, step.bodies
-                total += _waiting(inner, plan, mine, axes)
+                yield from _leading(inner, plan, mine, (*within, step.node))
             elif node.kind == "op" and mine and len(mine) == len(made):
                 out.update(r for r in step.operands if r is not None)
-    return total
 
 
 def _is_term(sharding: Sharding) -> bool:

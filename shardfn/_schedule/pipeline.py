@@ -25,6 +25,7 @@ from shardfn._schedule.order_search import search_order
 from shardfn._schedule.prefetch import prefetch
 from shardfn._schedule.quantize_moves import quantize
 from shardfn._schedule.share_gathers import share_gathers
+from shardfn._schedule.undelayed_sums import undelay_sums
 from shardfn._schedule.wire_dtypes import choose_dtypes
 
 
@@ -107,6 +108,9 @@ PASSES = (
     SchedulePass(
         "keep_quantized",
         lambda p, b, control, axes: keep_quantized(p, b, control, axes),
+    ),
+    SchedulePass(
+        "undelayed_sums", lambda p, b, control, axes: undelay_sums(p, b, axes)
     ),
     SchedulePass("order_search", lambda p, b, control, axes: search_order(p, b, axes)),
     SchedulePass(

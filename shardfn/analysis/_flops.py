@@ -2,14 +2,14 @@
 
 In: a traced step. Out: what one device computes of it."""
 
-import math
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from jax.extend.core import JaxprEqn, jaxprs_in_params
+from jax.extend.core import jaxprs_in_params
 
 from shardfn._core import compat
+from shardfn._core.equation_flops import flops_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,20 +70,3 @@ def count_flops(jaxpr: Any, repeated: bool = False) -> Flops:
             length = eqn.params["length"] if name == "scan" else 1
             total += each.times(length, exact=name != "while")
     return total
-
-
-def flops_of(eqn: JaxprEqn) -> Counter[str]:
-    """FLOPs of one equation on whole operands, by their dtype."""
-    name = eqn.primitive.name
-    if name not in ("dot_general", "conv_general_dilated"):
-        return Counter()
-    avals: list[Any] = [v.aval for v in eqn.invars]
-    lhs, rhs = avals[:2]
-    out: Any = eqn.outvars[0].aval
-    if name == "dot_general":
-        (contracted, _), _ = eqn.params["dimension_numbers"]
-        pairs = math.prod(lhs.shape[d] for d in contracted)
-    else:
-        features = eqn.params["dimension_numbers"].rhs_spec[0]
-        pairs = math.prod(rhs.shape) // max(rhs.shape[features], 1)
-    return Counter({str(lhs.dtype): 2 * math.prod(out.shape) * pairs})

@@ -8,11 +8,11 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 
+from shardfn._core.equation_flops import flops_of
 from shardfn._core.errors import where
 from shardfn._core.plan import Apply, BodyPlan
 from shardfn._core.program import Node, Program
 from shardfn._core.sharding import Axes, Split
-from shardfn.analysis._flops import flops_of
 
 
 @dataclass(frozen=True, slots=True)

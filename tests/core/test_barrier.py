@@ -12,7 +12,7 @@ from jax import lax
 from sharded_and_plain import make_mesh
 
 from shardfn import fully_shard
-from shardfn._core.barrier import unfused_on_tpus
+from shardfn._core.barrier import undelayed_on_gpus, unfused_on_tpus
 from shardfn._lowering import operations
 from shardfn.analysis import targets
 from shardfn.testing import assert_parity
@@ -90,12 +90,13 @@ def test_gpus_fuse_a_softmax_as_they_do() -> None:
     assert "optimization_barrier" not in lowered.as_text()
 
 
-def test_what_is_unfused_has_the_derivatives_and_batches_of_its_operand() -> None:
+@pytest.mark.parametrize("tied", [unfused_on_tpus, undelayed_on_gpus])
+def test_what_is_tied_has_the_derivatives_and_batches_of_its_operand(tied) -> None:
     x = jnp.arange(6.0).reshape(2, 3)
 
     def square(x):
-        return (unfused_on_tpus(x) ** 2).sum()
+        return (tied(x) ** 2).sum()
 
     np.testing.assert_array_equal(jax.grad(square)(x), 2 * x)
     np.testing.assert_array_equal(jax.vmap(square)(x), (x**2).sum(1))
-    np.testing.assert_array_equal(unfused_on_tpus(x), x)
+    np.testing.assert_array_equal(tied(x), x)

@@ -1,0 +1,162 @@
+"""Says which sums of a loop over layers end in the iteration that they are made in.
+
+In: a plan. Out: the plan, in which a compiler may not delay sums that end before their
+iteration does, because enough is computed behind them. XLA for GPUs delays every
+reduce-scatter whose result a loop stacks. This hides the last ones of an iteration, and
+costs memory, copies and compile time for the first ones, which are hidden anyway.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from shardfn._core.equation_flops import flops_of
+from shardfn._core.limits import SUMS_TIME
+from shardfn._core.moves import ReduceScatter
+from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step
+from shardfn._core.program import Node, Program
+from shardfn._core.reasons import Note, noted
+from shardfn._core.sharding import Axes
+from shardfn._schedule.bodies import inside
+from shardfn._schedule.delayed_sums import StackedSum, stacked_sums
+
+ENDS = Note(
+    "undelayed_sums",
+    "ends in its iteration, of which enough is computed behind it "
+    f"(limits.SUMS_TIME: {SUMS_TIME})",
+)
+
+Site = tuple[tuple[int, ...], Ref]
+"""Where a version is made: in which calls of a body, and its name there."""
+
+
+def undelay_sums(program: Program, body: BodyPlan, axes: Axes) -> BodyPlan:
+    """Marks the sums of loops that the compiler may not delay.
+
+    Args:
+      program: the program.
+      body: its plan.
+      axes: the mesh axes.
+
+    Returns:
+      The plan.
+    """
+    body = inside(program, body, lambda p, b: undelay_sums(p, b, axes))
+    steps: list[Step] = []
+    for step in body.steps:
+        if isinstance(step, Apply):
+            node = program.nodes[step.node]
+            ending = _ending(node, step, axes)
+            if ending:
+                (inner,) = step.bodies
+                step = replace(step, bodies=(_marked(inner, ending),))
+        steps.append(step)
+    return replace(body, steps=tuple(steps))
+
+
+@dataclass(frozen=True, slots=True)
+class _Sum:
+    """A sum, or several that are one collective.
+
+    Attributes:
+      flops: what a device computes of its iteration in front of it.
+      size: bytes of a device's terms.
+      sites: where the sums are.
+    """
+
+    flops: Fraction
+    size: int
+    sites: tuple[Site, ...]
+
+
+def _ending(node: Node, loop: Apply, axes: Axes) -> set[Site]:
+    """The sums of a loop that end before their iteration does, if they are sent one
+    after the other, from when they are made, and all take `SUMS_TIME` of its matrix
+    products."""
+    scattered = {
+        (each.within, each.step.result): each
+        for each in stacked_sums(node, loop)
+        if any(isinstance(move, ReduceScatter) for move in each.step.moves)
+    }
+    if not scattered:
+        return set()
+    (program,), (body,) = node.bodies, loop.bodies
+    total, sums = _in_order(program, body, axes, scattered)
+    size = sum(each.size for each in sums)
+    ends, found = Fraction(), set[Site]()
+    for each in sums:
+        made = each.flops / total if total else Fraction(1)
+        ends = max(ends, made) + Fraction(SUMS_TIME * each.size) / size
+        if ends > 1:
+            break
+        found.update(each.sites)
+    return found
+
+
+def _in_order(
+    program: Program, body: BodyPlan, axes: Axes, scattered: dict[Site, StackedSum]
+) -> tuple[Fraction, list[_Sum]]:
+    """What an iteration computes, and its sums in their order."""
+    total, sums = Fraction(), list[_Sum]()
+    joined: dict[tuple[tuple[int, ...], Ref | None], int] = {}
+    for within, flops, step in _events(program, body, axes, ()):
+        total += flops
+        if step is None or (within, step.result) not in scattered:
+            continue
+        site = within, step.result
+        size = scattered[site].term_bytes(axes)
+        first = joined.setdefault((within, step.together or step.result), len(sums))
+        if first == len(sums):
+            sums.append(_Sum(total, size, (site,)))
+        else:
+            whole = sums[first]
+            sums[first] = replace(
+                whole, size=whole.size + size, sites=(*whole.sites, site)
+            )
+    return total, sums
+
+
+def _events(
+    program: Program, body: BodyPlan, axes: Axes, within: tuple[int, ...]
+) -> Iterator[tuple[tuple[int, ...], Fraction, Reshard | None]]:
+    """In order, what is computed in a body and the calls in it, and its moves."""
+    for step in body.steps:
+        if isinstance(step, Reshard):
+            yield within, Fraction(), step
+        elif isinstance(step, Apply):
+            node = program.nodes[step.node]
+            if node.is_call:
+                (inner,), (plan,) = node.bodies, step.bodies
+                yield from _events(inner, plan, axes, (*within, step.node))
+            else:
+                yield within, _flops(node, step, axes), None
+
+
+def _flops(node: Node, step: Apply, axes: Axes) -> Fraction:
+    """What a device computes of a node; of branches, the one with the most."""
+    if node.kind == "op":
+        parts = math.prod(axes.sizes[axis] for _, axis in step.parts)
+        return Fraction(sum(flops_of(node.eqn).values()), parts)
+    each = [
+        sum((flops for _, flops, _ in _events(p, b, axes, ())), Fraction())
+        for p, b in zip(node.bodies, step.bodies, strict=True)
+    ]
+    return max(each, default=Fraction()) * (step.times or 1)
+
+
+def _marked(
+    body: BodyPlan, ending: set[Site], within: tuple[int, ...] = ()
+) -> BodyPlan:
+    """A body in which sums that end, and those of calls in it, may not be delayed."""
+    steps: list[Step] = []
+    for step in body.steps:
+        if isinstance(step, Reshard) and (within, step.result) in ending:
+            step = replace(step, undelayed=True, notes=noted(step, ENDS))
+        elif isinstance(step, Apply) and step.bodies:
+            (*others, last) = step.bodies
+            if not others:
+                inner = _marked(last, ending, (*within, step.node))
+                step = replace(step, bodies=(inner,))
+        steps.append(step)
+    return replace(body, steps=tuple(steps))
