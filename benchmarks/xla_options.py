@@ -49,8 +49,12 @@ GPU: dict[str, dict[str, Any]] = {
     },
     "copies by regions": {"xla_gpu_copy_insertion_use_region_analysis": True},
     "sums not delayed": {"xla_gpu_enable_pipelined_reduce_scatter": False},
+    "one latency per operation": {
+        "xla_gpu_enable_analytical_sol_latency_estimator": False
+    },
 }
-"""By name: what could save the copies that XLA makes to delay sums."""
+"""By name: what could save the copies that XLA makes to delay sums, and how it would
+schedule without its figures for the network."""
 OPTIONS = {"h100": GPU, "v5p": TPU}
 COLUMNS = (
     *("case", "chip", "options", "step", "of it", "exposed"),

@@ -4,8 +4,8 @@ In: seconds by the name of an instruction. Out: a profile as a profiler would wr
 for `jax.jit(compiler_options={"fdo_profile": ...})`.
 
 XLA for GPUs orders a program by what its instructions take, so that transfers run
-beside enough work. Without a profile it has a fixed figure for each kind of
-instruction, whatever its size and the network.
+beside enough work. Without a profile it goes by figures of its own: for the network on
+Hopper and Blackwell, for each kind of instruction, whatever its size, on other GPUs.
 """
 
 from __future__ import annotations
