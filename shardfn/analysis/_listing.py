@@ -243,6 +243,7 @@ def _moves(
                     devices=message.devices,
                     reduces=move.reduces,
                     gradient=step.during.gradient,
+                    undelayed=step.undelayed,
                     value=at.identity(moved),
                     alike=at.identity(first.get(moved, moved)),
                     body=at.place,

@@ -35,6 +35,7 @@ class Collective:
       gradient: which gradient of the step it is part of, counted from 0.
       parts: state leaves that move together, and the wire bytes of each; empty if only
         one moves. The shape is then that of their concatenation.
+      undelayed: whether the compiler may not delay it into a loop's next iteration.
       value: which value of the program is moved: the same for moves of it in several
         bodies.
       alike: the first value of its body that is computed as it is; see
@@ -67,6 +68,7 @@ class Collective:
     block: int = 0
     reduces: str = ""
     gradient: int = 0
+    undelayed: bool = False
     value: tuple[int, ...] = field(default=(), compare=False)
     alike: tuple[int, ...] = field(default=(), compare=False, repr=False)
     body: tuple[int, ...] = field(default=(), compare=False)

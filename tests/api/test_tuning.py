@@ -19,6 +19,7 @@ from shardfn._api.tuning.tune import joined
 from shardfn._api.tuning.tuned_options import TunedOptions, read, state_of, write
 from shardfn._core.errors import ShardingError
 from shardfn._core.limits import ADVISED_SHARE, TUNED_SHARE
+from shardfn._lowering.xla_options import NOT_DELAYED
 
 WIDTH, LAYERS, MICRO = 256, 4, 4
 
@@ -310,6 +311,16 @@ def test_advice_keeps_to_what_fits_and_to_what_is_not_asked(report) -> None:
     least = ADVISED_SHARE * report.step_seconds
     few = tuple(dataclasses.replace(r, saves=least / 2) for r in report.advice)
     assert "may help" not in str(dataclasses.replace(report, advice=few))
+
+
+@pytest.mark.aot(H100)
+def test_sums_that_end_in_their_iteration_free_nothing_if_none_is_delayed(report):
+    devices = shardfn.analysis.targets.devices(H100)
+    rows = advise(report, devices, report.memory.peak // 2)
+    (frees,) = [row for row in rows if row.title == NOT_DELAYED]
+    # Of the matrices of a layer, one of 256 x 512 float32 each, only the first one's
+    # gradient is delayed: it is made last.
+    assert -frees.takes == pytest.approx(WIDTH * 2 * WIDTH * 4, rel=0.01)
 
 
 @pytest.mark.aot(H100)

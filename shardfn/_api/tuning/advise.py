@@ -166,11 +166,11 @@ def _flags(figures: Figures, devices: Devices, memory: int) -> Iterator[Advice]:
             continue
         given = tried(devices, name)
         if given.items() - dict(figures.compiler_options).items():
-            layer = _layer_of_gradients(figures) if frees else 0
+            delayed = _delayed_gradients(figures) if frees else 0
             why = f"the device waits {seconds_text(saves)} for transfers"
             if frees:
-                why = "a layer's gradients do not wait for the next layer"
-            yield Advice(name, (("compiler_options", given),), saves, -layer, why)
+                why = "gradients of a layer do not wait for the next layer"
+            yield Advice(name, (("compiler_options", given),), saves, -delayed, why)
 
 
 def _latencies(figures: Figures, devices: Devices, memory: int) -> Iterator[Advice]:
@@ -227,9 +227,10 @@ def _whole(lines: Sequence[Collective] | Iterator[Collective]) -> int:
     return sum(c.wire_bytes * c.devices // max(c.devices - 1, 1) for c in lines)
 
 
-def _layer_of_gradients(figures: Figures) -> int:
+def _delayed_gradients(figures: Figures) -> int:
+    """Bytes of the gradients of a layer whose sums wait for the next one."""
     lines = [c for c in figures.plan.collectives if c.op == ReduceScatter.op]
-    return _whole(c for c in lines if _in_loop(c))
+    return _whole(c for c in lines if _in_loop(c) and not c.undelayed)
 
 
 def _elements(shape: tuple[int, ...]) -> int:
