@@ -70,6 +70,7 @@ class Axes:
     next, within which values may be split; `shard_map` then binds parts of it.
     `cannot_sum` names the dtypes that the compiler cannot sum over these devices.
     `reads_apart` says that each use of a quantized value should read the bytes itself.
+    `times_transfers` says that the compiler schedules transfers by how long they take.
     `kinds` are what the axes are for: the default ones, if none are given.
     """
 
@@ -79,6 +80,7 @@ class Axes:
     groups: tuple[int, ...] = ()
     cannot_sum: tuple[str, ...] = ()
     reads_apart: bool = field(default=False, compare=False, repr=False)
+    times_transfers: bool = field(default=True, repr=False)
     kinds: tuple[AxisKind, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:

@@ -3,7 +3,8 @@
 In: a plan. Out: the plan, in which a compiler may not delay sums that end before their
 iteration does, because enough is computed behind them. XLA for GPUs delays every
 reduce-scatter whose result a loop stacks. This hides the last ones of an iteration, and
-costs memory, copies and compile time for the first ones, which are hidden anyway.
+costs memory, copies and compile time for the first ones, which are hidden anyway where
+its scheduler knows how long they take.
 """
 
 import math
@@ -40,8 +41,11 @@ def undelay_sums(program: Program, body: BodyPlan, axes: Axes) -> BodyPlan:
       axes: the mesh axes.
 
     Returns:
-      The plan.
+      The plan; the same where the compiler does not know how long transfers take, as it
+      may not hide what ends in its iteration then: on A100s GPT-175B takes 2.5% longer.
     """
+    if not axes.times_transfers:
+        return body
     body = inside(program, body, lambda p, b: undelay_sums(p, b, axes))
     steps: list[Step] = []
     for step in body.steps:

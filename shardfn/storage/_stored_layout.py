@@ -233,13 +233,14 @@ class StoredLayout:
 def axes_over(mesh: Mesh, names: tuple[str, ...], control: Control) -> Axes:
     """The mesh axes `names` of a mesh, divided into the groups asked for."""
     has_others = len(mesh.axis_names) > len(names)
-    platform = mesh.devices.flat[0].platform
+    device = mesh.devices.flat[0]
     axes = Axes(
         names,
         tuple(mesh.shape[n] for n in names),
         tuple(mesh.shape.items()),
-        cannot_sum=compat.dtypes_without_sum(platform, has_others),
-        reads_apart=compat.reads_inside_matmuls(platform),
+        cannot_sum=compat.dtypes_without_sum(device.platform, has_others),
+        reads_apart=compat.reads_inside_matmuls(device.platform),
+        times_transfers=compat.times_transfers(device),
     )
     return replace(axes, groups=tuple(sorted(control.on(axes).groups)))
 

@@ -158,7 +158,7 @@ def test_a_step_is_the_plain_one() -> None:
 @pytest.mark.parametrize("target", [aot("h100:8")])
 def test_the_compiler_holds_less(target, monkeypatch) -> None:
     """Without the barriers it carries every term into the next iteration."""
-    widths, rows = [1024] * 7, 8 * 256
+    widths, rows = [2048] * 7, 8 * 1024
     step, state = chain(*widths)
     temporary, copies = {}, {}
     for delays in (False, True):
@@ -172,8 +172,8 @@ def test_the_compiler_holds_less(target, monkeypatch) -> None:
         assert analysis is not None
         temporary[delays] = analysis.temp_size_in_bytes
     assert copies[False] == copies[True] + 3
-    term = 2 * 1024 * 1024
-    assert temporary[False] < temporary[True] - 2 * term
+    term = 2 * 2048 * 2048  # XLA of jax 0.12 carries one, that of 0.10 six
+    assert temporary[False] < temporary[True] - term // 2
 
 
 @pytest.mark.parametrize("target", [aot("tpu:v5e:2x2")])
@@ -185,3 +185,12 @@ def test_other_compilers_see_nothing_of_it(target, monkeypatch) -> None:
     monkeypatch.setattr(interpreter, "undelayed_on_gpus", lambda x: x)
     case = shard_fn(step, targets.mesh(target), state, (16, 128))
     assert case.step.lower(case.state, case.batch).as_text() == text
+
+
+@pytest.mark.parametrize(
+    ("target", "ending"), [aot("a100:8", 0), aot("h100:8", 1), aot("b200:8", 1)]
+)
+def test_a_compiler_that_does_not_time_transfers_delays_all(target, ending) -> None:
+    step, state = chain(*[128] * 4)
+    case = shard_fn(step, targets.mesh(target), state, (16, 128))
+    assert sum(marks(case)) == ending

@@ -184,6 +184,9 @@ from shardfn._core.compat.platforms import (
 from shardfn._core.compat.platforms import (
     reads_inside_matmuls as reads_inside_matmuls,
 )
+from shardfn._core.compat.platforms import (
+    times_transfers as times_transfers,
+)
 from shardfn._core.compat.primitives import (
     ADDITIONS as ADDITIONS,
 )

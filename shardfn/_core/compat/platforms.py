@@ -57,6 +57,14 @@ def reads_inside_matmuls(platform: str) -> bool:
     return platform in ("gpu", "cuda", "rocm")
 
 
+def times_transfers(device: Any) -> bool:
+    """Whether the compiler schedules transfers by how long they take. XLA for GPUs does
+    from compute capability 9 on (Hopper), and by one figure for each kind of operation
+    below that; what it compiles for others is not known to matter."""
+    capability = getattr(device, "compute_capability", None)
+    return capability is None or int(str(capability).partition(".")[0]) >= 9
+
+
 def bound_platform() -> tuple[str, bool]:
     """The platform that the surrounding `shard_map` is for, as far as JAX knows it, and
     whether some axes of its mesh are automatic."""
