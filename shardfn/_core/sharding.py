@@ -70,7 +70,8 @@ class Axes:
     next, within which values may be split; `shard_map` then binds parts of it.
     `cannot_sum` names the dtypes that the compiler cannot sum over these devices.
     `reads_apart` says that each use of a quantized value should read the bytes itself.
-    `times_transfers` says that the compiler schedules transfers by how long they take.
+    `times_transfers` says that the compiler delays sums of loops, and schedules
+    transfers by how long they take.
     `kinds` are what the axes are for: the default ones, if none are given.
     """
 

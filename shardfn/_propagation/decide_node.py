@@ -4,6 +4,7 @@ In: a node, the shardings of its operands, what a backward pass found of its res
 Out: its `Decision`; equal equations share one.
 """
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -184,22 +185,39 @@ class Decider:
     ) -> frozenset[int]:
         """The mesh axes along which a result of control flow may leave it unreduced.
 
-        What a loop makes in every iteration may if it is small, and is then reduced
-        once, after the loop; so may gradients that a loop around this one defers, and
-        those that a residual is added to behind it, along its axis. A custom derivative
-        takes cotangents of whole results.
+        What a loop makes in every iteration may if it is small, as one or as each of
+        what it stacks, and is then reduced once, after the loop; so may gradients that
+        a loop around this one defers, and those that a residual is added to behind it,
+        along its axis. A custom derivative takes cotangents of whole results.
         """
         if node.kind == "custom":
             return frozenset()
         axes = frozenset(range(len(self.axes.names)))
         if node.kind != "remat" and not self.defers(node, value):
-            if elements(self.program.avals[value]) < self.small:
+            if self.is_small(node, value):
                 return axes
             return axes & {self.fed.get(self.program.leaf(value), -1)}
         now = {axis for axis in axes if (value, axis) in backward.reduce_at_producer}
         return (
             axes & {self.fed.get(self.program.leaf(value), -1)} - now if now else axes
         )
+
+    def is_small(self, node: Node, value: int) -> bool:
+        """Whether a result is small, or a stack of small ones that takes no more than
+        the largest result of one iteration."""
+        if elements(self.program.avals[value]) < self.small:
+            return True
+        stacks = {
+            result: self.program.avals[node.outputs[result]]
+            for region in node.regions
+            for j, result in region.returned()
+            if j in region.stacks
+        }
+        stack = stacks.get(node.outputs.index(value))
+        if stack is None:
+            return False
+        one, *others = (math.prod(x.shape[1:]) for x in (stack, *stacks.values()))
+        return one < self.small and elements(stack) <= max(others)
 
     def defers(self, node: Node, value: int) -> bool:
         """Whether `value` is what a scan stacks of a gradient to be deferred."""

@@ -34,6 +34,11 @@ class StackedSum:
         aval = self.program.avals[self.step.source.value]
         return local_bytes(aval, self.step.path[0], axes)
 
+    def part_bytes(self, axes: Axes) -> int:
+        """Bytes of the sum that stay on a device."""
+        aval = self.program.avals[self.step.result.value]
+        return local_bytes(aval, self.step.path[-1], axes)
+
 
 def delayed_sums(node: Node, step: Apply, axes: Axes) -> int:
     """Bytes of one iteration's terms that live on in the next.

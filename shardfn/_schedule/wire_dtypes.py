@@ -17,7 +17,8 @@ from shardfn._core.plan import BodyPlan, Reshard, Step
 from shardfn._core.program import Program
 from shardfn._core.quantized import is_quantized
 from shardfn._core.reasons import Note, noted
-from shardfn._core.sharding import Axes, Unreduced
+from shardfn._core.sharding import Axes, Split, Unreduced
+from shardfn._schedule.stacked_terms import term_dtype
 from shardfn._schedule.summed_leaves import summed_leaves
 
 EXTREMES = ("max", "min")
@@ -36,8 +37,9 @@ def choose_dtypes(
 
     Returns:
       The plan. Parameters are gathered in `gather_dtype` if that is narrower than their
-      own, gradients summed in `reduce_dtype`, and what is summed over the factor that
-      splits a stationary leaf in that leaf's. Maxima of narrow floats are taken in
+      own, gradients summed in `reduce_dtype`, or in the dtype in which a loop that
+      stacks their terms has made them, and what is summed over the factor that splits a
+      stationary leaf in that leaf's. Maxima of narrow floats are taken in
       float32: their bits are compared (see `_lowering.collectives`), and GPUs and TPUs
       compare no integers of 16 bits. So are sums that the compiler cannot make in their
       own dtype.
@@ -67,6 +69,8 @@ def _chosen(
             dtype = None
     elif sums_gradient(program, step):
         dtype, why = cast_dtype(asked.reduce_dtype), "reduce_dtype asks for it"
+        if asked.reduce_dtype is None:
+            dtype, why = _narrower_terms(program, step), "its terms are made in it"
     elif sums(step) and (leaves := summed.get(step.source.value)):
         dtype = cast_dtype(control.of(*leaves).reduce_dtype)
         why = "reduce_dtype asks for it"
@@ -79,6 +83,15 @@ def _chosen(
     notes = noted(step, Note("wire_dtypes", f"moves in {dtype}: {why}"))
     itemsize = jnp.dtype(dtype).itemsize
     return replace(step, dtype=dtype, itemsize=itemsize, notes=notes)
+
+
+def _narrower_terms(program: Program, step: Reshard) -> str | None:
+    """The dtype in which a loop has made the terms of a sum that is split, if it stacks
+    them in a wider one: in the loop they would be summed in it, too."""
+    if not any(isinstance(s, Split) for s in step.path[-1]):
+        return None
+    made = term_dtype(program, step.source.value)
+    return made if made and is_narrower(made, step.dtype) else None
 
 
 def cast_dtype(asked: WireDtype) -> str | None:

@@ -19,14 +19,15 @@ from shardfn._core import limits
 from shardfn._core.moves import ReduceScatter
 from shardfn._core.plan import Apply, BodyPlan, Reshard
 from shardfn._lowering import interpreter
-from shardfn._schedule import undelayed_sums
+from shardfn._schedule import chain_reduce_scatters, undelayed_sums
 from shardfn.analysis import targets
+from shardfn.analysis._hlo import read_collectives
 from shardfn.testing import assert_same
 
 LAYERS = 4
 
 
-def chain(*widths: int, remat: bool = True, product=jnp.matmul):
+def chain(*widths: int, remat=True, product=jnp.matmul, dtype=jnp.bfloat16):
     """A step that trains layers, each of them products with weights of these widths one
     after the other, and its state."""
     names = [f"w{i}" for i in range(len(widths) - 1)]
@@ -40,7 +41,7 @@ def chain(*widths: int, remat: bool = True, product=jnp.matmul):
     body = jax.checkpoint(layer, prevent_cse=False) if remat else layer
 
     def loss_fn(state, x):
-        h, _ = lax.scan(body, x.astype(jnp.bfloat16), state)
+        h, _ = lax.scan(body, x.astype(dtype), state)
         return jnp.mean(h.astype(jnp.float32) ** 2)
 
     def step(state, x):
@@ -142,12 +143,26 @@ def test_the_plan_says_why() -> None:
     assert f"limits.SUMS_TIME: {limits.SUMS_TIME}" in undelayed_sums.ENDS.text
 
 
+def values(case: Sharded) -> tuple[Any, Any]:
+    """A state and a batch."""
+    rng = np.random.default_rng(0)
+    state = jax.tree.map(lambda s: rng.standard_normal(s.shape, np.float32), case.state)
+    return state, rng.standard_normal(case.batch.shape, np.float32)
+
+
+def stepped(case: Sharded) -> Any:
+    """The state after three steps."""
+    state, batch = values(case)
+    state = case.step.shard(state)
+    for _ in range(3):
+        state, _ = case.step(state, batch)
+    return state
+
+
 def test_a_step_is_the_plain_one() -> None:
     case = chained(*[16] * 7)
     assert sum(marks(case)) == 3
-    rng = np.random.default_rng(0)
-    state = jax.tree.map(lambda s: rng.standard_normal(s.shape, np.float32), case.state)
-    batch = rng.standard_normal(case.batch.shape, np.float32)
+    state, batch = values(case)
     given = case.step.shard(state)
     for number in range(3):
         state, loss = jax.jit(case.plain)(state, batch)
@@ -177,14 +192,10 @@ def test_the_compiler_holds_less(target, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("target", [aot("tpu:v5e:2x2")])
-def test_other_compilers_see_nothing_of_it(target, monkeypatch) -> None:
+def test_a_compiler_that_delays_nothing_is_told_nothing(target) -> None:
     step, state = chain(*[128] * 4)
     case = shard_fn(step, targets.mesh(target), state, (16, 128))
-    assert any(marks(case))
-    text = case.step.lower(case.state, case.batch).as_text()
-    monkeypatch.setattr(interpreter, "undelayed_on_gpus", lambda x: x)
-    case = shard_fn(step, targets.mesh(target), state, (16, 128))
-    assert case.step.lower(case.state, case.batch).as_text() == text
+    assert not any(marks(case))
 
 
 @pytest.mark.parametrize(
@@ -194,3 +205,67 @@ def test_a_compiler_that_does_not_time_transfers_delays_all(target, ending) -> N
     step, state = chain(*[128] * 4)
     case = shard_fn(step, targets.mesh(target), state, (16, 128))
     assert sum(marks(case)) == ending
+
+
+def ordered(case: Sharded) -> list[bool]:
+    """Of the sums in their order, whether each waits for the one before it."""
+    waits = [move.after for move in scattered(case)]
+    results = [move.result for move in scattered(case)]
+    return [after in results[:i] for i, after in enumerate(waits)]
+
+
+@pytest.mark.parametrize("remat", [True, False])
+def test_all_end_one_after_the_other_where_much_is_computed(remat, monkeypatch) -> None:
+    monkeypatch.setattr(undelayed_sums, "SUMS_PART", 1)
+    monkeypatch.setattr(undelayed_sums, "SUMS_FLOPS", 1)
+    case = chained(*[1024] * 4, remat=remat)
+    assert marks(case) == [True] * 3
+    assert ordered(case) == [False, True, True]
+    assert "(limits.SUMS_FLOPS: 1 or more)" in str(case.plan.explain("w0"))
+
+
+def test_sums_that_are_small_or_computed_too_fast_are_not_ordered(monkeypatch) -> None:
+    found = []
+    for part, flops in [(2**18, 1), (2**18 + 1, 1), (1, 16), (1, 17)]:
+        monkeypatch.setattr(undelayed_sums, "SUMS_PART", part)
+        monkeypatch.setattr(undelayed_sums, "SUMS_FLOPS", flops)
+        # A device has 2 rows, and parts of 1024 x 1024 / 8 in bfloat16. There are three
+        # products with each weight, or four if its layer has others behind it.
+        found.append(all(marks(chained(*[1024] * 4))))
+    assert found == [True, False, False, False]
+
+
+def test_sums_that_wait_are_the_same_to_the_bit(monkeypatch) -> None:
+    monkeypatch.setattr(chain_reduce_scatters, "CHAINED_BYTES", 1)
+    monkeypatch.setattr(undelayed_sums, "SUMS_PART", 1)
+    made = []
+    for flops, waits in [(1, True), (10**9, False)]:
+        monkeypatch.setattr(undelayed_sums, "SUMS_FLOPS", flops)
+        case = chained(*[16] * 4, dtype=jnp.float32)
+        assert ordered(case) == [False, waits, waits]
+        made.append(case.step.unshard(stepped(case)))
+    assert_same(*made, "ordered and not", tol=0)
+
+
+@pytest.mark.parametrize("target", [aot("h100:8")])
+def test_a_compiler_peels_no_iteration_off_where_all_end(target, monkeypatch) -> None:
+    """And it combines no sums, so that each can begin when its term is there."""
+    widths, rows = [1024] * 5, 8 * 4096
+    step, state = chain(*widths)
+    products, temporary, sums = {}, {}, {}
+    for flops in (limits.SUMS_FLOPS, 10**9):
+        monkeypatch.setattr(undelayed_sums, "SUMS_FLOPS", flops)
+        monkeypatch.setattr(undelayed_sums, "SUMS_PART", 2**18)
+        case = shard_fn(step, targets.mesh(target), state, (rows, widths[0]))
+        compiled = case.step.lower(case.state, case.batch).compile()
+        analysis = compiled.memory_analysis()
+        assert analysis is not None
+        text = compiled.as_text()
+        products[flops] = text.count("gemm_fusion_dot_") + text.count(" custom-call(")
+        temporary[flops] = analysis.temp_size_in_bytes
+        moved = read_collectives(text)
+        sums[flops] = [c for c in moved if c.op == "psum_scatter" and c.times > 1]
+    ours, delayed = sorted(products)
+    assert products[ours] < products[delayed]
+    assert temporary[ours] < temporary[delayed]
+    assert len(sums[ours]) == 4

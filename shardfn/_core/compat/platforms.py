@@ -58,11 +58,14 @@ def reads_inside_matmuls(platform: str) -> bool:
 
 
 def times_transfers(device: Any) -> bool:
-    """Whether the compiler schedules transfers by how long they take. XLA for GPUs does
-    from compute capability 9 on (Hopper), and by one figure for each kind of operation
-    below that; what it compiles for others is not known to matter."""
+    """Whether the compiler schedules transfers by how long they take, and delays sums
+    of loops. XLA for GPUs does from compute capability 9 on (Hopper), and goes by one
+    figure for each kind of operation below that; for TPUs it delays none. CPU devices
+    are planned for as the newest GPUs."""
     capability = getattr(device, "compute_capability", None)
-    return capability is None or int(str(capability).partition(".")[0]) >= 9
+    if capability is None:
+        return device.platform != "tpu"
+    return int(str(capability).partition(".")[0]) >= 9
 
 
 def bound_platform() -> tuple[str, bool]:
