@@ -115,6 +115,7 @@ OPTIONS = (
 
 
 NOT_DELAYED = "sums not delayed by XLA"
+ONE_LATENCY = "one latency per operation"
 
 TRIED = {
     "gathers pipelined by XLA": (
@@ -138,6 +139,11 @@ TRIED = {
     "four transfers in flight": (
         CompilerOption(
             "gpu", (("xla_gpu_experimental_parallel_collective_overlap_limit", 4),)
+        ),
+    ),
+    ONE_LATENCY: (
+        CompilerOption(
+            "gpu", (("xla_gpu_enable_analytical_sol_latency_estimator", False),)
         ),
     ),
     "gathers pipelined over ICI": (

@@ -243,6 +243,7 @@ TPU = "tpu:v5p:2x2x2"
                 "gathers pipelined by XLA",
                 "sums not delayed by XLA",
                 "four transfers in flight",
+                "one latency per operation",
             },
         ),
         aot(TPU, {"gathers pipelined over ICI", "layer scheduler"}),

@@ -13,7 +13,7 @@ from shardfn._core.limits import JOINED_BYTES
 from shardfn._core.moves import AllGather, ReduceScatter
 from shardfn._core.phases import BACKWARD, FORWARD
 from shardfn._lowering.choose_dimensions import StoredByUse
-from shardfn._lowering.xla_options import NOT_DELAYED, tried
+from shardfn._lowering.xla_options import NOT_DELAYED, ONE_LATENCY, tried
 from shardfn.analysis._figures import Figures
 from shardfn.analysis._text import seconds_text
 from shardfn.analysis.advice import Advice
@@ -158,6 +158,7 @@ def _flags(figures: Figures, devices: Devices, memory: int) -> Iterator[Advice]:
     for name, saves, frees in (
         ("gathers pipelined by XLA", gathers, False),
         ("four transfers in flight", both, False),
+        (ONE_LATENCY, both, False),
         ("gathers pipelined over ICI", gathers, False),
         ("layer scheduler", both, False),
         (NOT_DELAYED, 0.0, True),
