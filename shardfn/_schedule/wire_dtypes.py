@@ -86,12 +86,14 @@ def _chosen(
 
 
 def _narrower_terms(program: Program, step: Reshard) -> str | None:
-    """The dtype in which a loop has made the terms of a sum that is split, if it stacks
-    them in a wider one: in the loop they would be summed in it, too."""
+    """The dtype of 16 bits in which a loop made the terms of a sum that is split, if
+    it stacks them in a wider one: in the loop they would be summed in it, too."""
     if not any(isinstance(s, Split) for s in step.path[-1]):
         return None
     made = term_dtype(program, step.source.value)
-    return made if made and is_narrower(made, step.dtype) else None
+    if made is None or not is_narrower(made, step.dtype):
+        return None
+    return made if jnp.dtype(made).itemsize == 2 else None
 
 
 def cast_dtype(asked: WireDtype) -> str | None:
