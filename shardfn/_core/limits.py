@@ -124,8 +124,8 @@ save 8% of the memory, and the step would take 5% longer."""
 
 SUMS_PART = 2**19
 """Bytes of a sum that stay on a device, from which on it is worth a collective of its
-own: of a smaller one, more is latency than transfer. T5-11B on 512 H100s, with a
-quarter of it and less, would take 6% longer."""
+own: of a smaller one, more is latency than transfer. T5-11B on 512 H100s, with half
+of it and less, would take 6% longer."""
 
 SUMS_TIME = 1
 """How long the sums of a loop's iteration are taken to last, as a multiple of its
