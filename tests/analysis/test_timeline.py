@@ -196,16 +196,29 @@ NESTED = """
         ("f32[1,64]", NESTED, 4 + 3 * 256, 256),
     ],
 )
-def test_fusions_touch_only_what_they_slice(result, inner, size, live) -> None:
+@pytest.mark.parametrize("is_async", [False, True])
+def test_fusions_touch_only_what_they_slice(
+    result, inner, size, live, is_async
+) -> None:
+    """Also where they run beside others, as XLA of JAX 0.12 lets a GPU's copies: their
+    operands, whole stacks of layers, and their context are listed with the result."""
+    shape, start = result, ""
+    if is_async:
+        shape, start = f"((f32[9,64], s32[], f32[1,64]), {result}, u32[])", "-start"
     entry = f"""
       %a = f32[9,64] parameter(0)
       %i = s32[] parameter(1)
       %b = f32[1,64] parameter(2)
-      %f = {result} fusion(%a, %i, %b), kind=kLoop, calls=%fused
+      %f = {shape} fusion{start}(%a, %i, %b), kind=kLoop, calls=%fused
     """
+    if is_async:
+        entry += f"%d = {result} fusion-done(%f)\n"
     parsed = parse_module(module(entry, inner))
     assert cost_of(parsed.entry.instructions["f"], parsed.entry, parsed).bytes == size
-    assert live_bytes(parsed.entry, parsed)["f"] == live
+    context = 4 if is_async and live else 0
+    assert live_bytes(parsed.entry, parsed)["f"] == live + context
+    if is_async:
+        assert cost_of(parsed.entry.instructions["d"], parsed.entry, parsed).bytes == 0
 
 
 ROUND = Rates(

@@ -21,6 +21,9 @@ _FREE = (
     *("partition-id", "replica-id", "opt-barrier", "optimization-barrier", "iota"),
     *("while", "conditional", "call", "copy-done", "async-done", "domain"),
 )
+FUSION_START = "fusion-start"
+"""A fusion that runs beside others, as XLA's copies between buffers of a GPU do."""
+FUSIONS = ("fusion", FUSION_START)
 _VIEWS = ("bitcast", "copy", "reshape", "convert", "transpose")
 _SLICES = ("dynamic-slice", "slice", "gather")
 
@@ -80,7 +83,7 @@ def _quantizes(instr: Instruction, module: Module) -> bool:
     """Whether an operation, or one that is fused into it, is of the quantizer."""
     if any(name in instr.op_name for name in (QUANTIZED, DEQUANTIZED)):
         return not is_collective(instr)
-    inside = module.called(instr) if instr.opcode == "fusion" else ()
+    inside = module.called(instr) if instr.opcode in FUSIONS else ()
     return any(
         _quantizes(each, module) for c in inside for each in c.instructions.values()
     )
@@ -95,7 +98,7 @@ def flops_of(instr: Instruction, comp: Computation, module: Module) -> Counter[s
     if instr.opcode == "custom-call" and '"dot_dimension_numbers"' in instr.attributes:
         return _dot(instr, comp, instr.attributes, 'contracting_dimensions":')
     found: Counter[str] = Counter()
-    if instr.opcode in ("fusion", "call", "async-start", "call-start"):
+    if instr.opcode in (*FUSIONS, "call", "async-start", "call-start"):
         for inner in module.called(instr):
             for each in inner.instructions.values():
                 found += flops_of(each, inner, module)
@@ -157,15 +160,16 @@ def _bytes(instr: Instruction, comp: Computation, module: Module) -> int:
     operands = [comp.instructions[o].shape for o in instr.operands]
     read = [sum(a.bytes for a in arrays_of(shape)) for shape in operands]
     written = sum(a.bytes for a in arrays_of(instr.shape))
-    if instr.opcode.endswith("-start"):
+    if instr.opcode.endswith("-start") and instr.opcode != FUSION_START:
         return sum(read)
     if instr.opcode in _SLICES:
         return 2 * written + sum(read[1:])
     if instr.opcode == "dynamic-update-slice":
         return 2 * read[1]
-    if instr.opcode != "fusion":
+    if instr.opcode not in FUSIONS:
         return sum(read) + written
     inner = module.called(instr, "calls")[0]
+    written = sum(a.bytes for a in arrays_of(inner.root.shape))
     root = _behind_views(inner.root, inner)
     in_place = root.opcode == "dynamic-update-slice"
     if in_place:
@@ -188,7 +192,7 @@ def _touched(parameter: Instruction, comp: Computation, module: Module) -> int:
     for user in users:
         if user.opcode in _SLICES:
             touched += sum(a.bytes for a in arrays_of(user.shape))
-        elif user.opcode == "fusion":
+        elif user.opcode in FUSIONS:
             inner = module.called(user, "calls")[0]
             for each in inner.of("parameter"):
                 name = user.operands[integers(each.arguments)[0]]

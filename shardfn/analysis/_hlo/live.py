@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 
-from shardfn.analysis._hlo.cost import arrays_of
+from shardfn.analysis._hlo.cost import FUSIONS, arrays_of
 from shardfn.analysis._hlo.parse import Computation, Instruction, Module, integers
 
 _NO_MEMORY = ("parameter", "constant", "after-all", "partition-id", "replica-id")
@@ -86,7 +86,7 @@ def _buffers(order: list[Instruction], module: Module) -> dict[str, set[str]]:
 
 def _updated_operand(instr: Instruction, module: Module) -> int:
     """One plus the operand that a fusion updates in place, or 0."""
-    if instr.opcode != "fusion":
+    if instr.opcode not in FUSIONS:
         return 0
     inner = module.called(instr, "calls")[0]
     root = inner.root
