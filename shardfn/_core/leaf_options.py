@@ -19,6 +19,7 @@ from shardfn._core.option_values import (
     OFFLOAD,
     PATTERNS,
     POSITIVE,
+    PREFETCH,
     RESHARD,
     ROUNDING,
     STATIONARY,
@@ -26,6 +27,7 @@ from shardfn._core.option_values import (
     Accumulate,
     Offload,
     Option,
+    Prefetch,
     ReshardAfterForward,
     Stationary,
 )
@@ -174,21 +176,23 @@ class LeafOptions(TypedDict, total=False):
         ),
     ]
     prefetch: Annotated[
-        PerLeaf[int],
+        PerLeaf[Prefetch],
         Option(
             default=0,
-            values=COUNT,
+            values=PREFETCH,
             read_by=("_schedule.prefetch", "_schedule.limit_all_gathers"),
             doc="""How many layers ahead a scan over layers gathers, forward and
             backward. 0, the default: each iteration gathers its own, and the compiler
             overlaps what it can. More: the loop carries the coming layers' gathered
             weights, so that their gathers can run while a layer computes, for as many
             layers' weights of memory and as many more gathers of a layer per pass,
-            whose results the last iterations drop. In unrolled layers it is a bound,
-            which takes no further gathers: at most so many layers' weights, or without
-            `jax.checkpoint` so many weights, are gathered or in flight beside those in
-            use; 0 bounds nothing. Try 1 if a report says that the device waits for
-            gathers.""",
+            whose results the last iterations drop. "first": one layer ahead, but only
+            what is used before a layer multiplies one product with another, such as the
+            projections in front of attention: nothing of the layer can hide these. In
+            unrolled layers a number is a bound, which takes no further gathers: at most
+            so many layers' weights, or without `jax.checkpoint` so many weights, are
+            gathered or in flight beside those in use; 0 and "first" bound nothing. Try
+            "first", then 1, if a report says that the device waits for gathers.""",
         ),
     ]
     bucket_bytes: Annotated[

@@ -21,11 +21,14 @@ Accumulate = Literal["auto", "scatter", "defer"]
 StoredAxis = str | tuple[str, int]
 """A mesh axis that a leaf is stored split over, and which dimension it is to split."""
 
+Prefetch = int | Literal["first"]
 Stationary = bool | Literal["auto"]
 Offload = str
 """`"host"`; or `AUTO` or a size: as much goes there as makes the step fit."""
 
 AUTO = "auto"
+FIRST = "first"
+"""`prefetch`: a layer ahead, but only what the layer uses first."""
 
 _UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "GB": 10**9, "MB": 10**6}
 
@@ -174,6 +177,17 @@ def _count(value: Any) -> int:
     return value
 
 
+def _prefetch(value: Any) -> Prefetch:
+    if isinstance(value, str) and value == FIRST:
+        return value  # pyright: ignore[reportReturnType]
+    return _count(value)
+
+
+def layers_ahead(asked: Prefetch) -> int:
+    """How many layers ahead all of a layer's weights are asked to be gathered."""
+    return 0 if asked == FIRST else int(asked)
+
+
 def _positive(value: Any) -> int:
     if not _count(value):
         raise NotAllowed
@@ -192,6 +206,7 @@ WIRE_DTYPE = OptionValues(
 ROUNDING = one_of(Rounding)
 ACCUMULATE = one_of(Accumulate)
 COUNT = OptionValues("an integer that is not negative", _count)
+PREFETCH = OptionValues("an integer that is not negative, 'first'", _prefetch)
 POSITIVE = OptionValues("an integer that is positive", _positive)
 AXES = OptionValues(
     "a mesh axis, a tuple of mesh axes, a mapping from mesh axes to the dimensions "

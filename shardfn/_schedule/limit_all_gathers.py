@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from shardfn._core.control import Control
 from shardfn._core.leaves import Names
+from shardfn._core.option_values import layers_ahead
 from shardfn._core.phases import UPDATE
 from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step, reads
 from shardfn._core.program import Node, Program, mixes_passes
@@ -31,7 +32,7 @@ def limit_all_gathers(program: Program, body: BodyPlan, control: Control) -> Bod
     Returns:
       The plan.
     """
-    if not any(control.asked("prefetch")):
+    if not any(map(layers_ahead, control.asked("prefetch"))):
         return body
 
     def within(program: Program, body: BodyPlan) -> BodyPlan:
@@ -99,13 +100,13 @@ class _Order:
 
     def start(self, leaf: Names) -> Ref | None:
         """What a gather of a leaf waits for, in the current unit."""
-        ahead = self.control.of(*leaf).prefetch
+        ahead = layers_ahead(self.control.of(*leaf).prefetch)
         at = len(self.starts) - 1 - ahead
         return self.starts[at] if ahead and at >= 0 else None
 
     def bound(self, move: Reshard, leaf: Names, token: Ref) -> Reshard:
         """A gather that waits for a version."""
-        ahead = self.control.of(*leaf).prefetch
+        ahead = layers_ahead(self.control.of(*leaf).prefetch)
         text = f"waits for the layer {ahead} before its own to begin (prefetch)"
         note = Note("limit_all_gathers", text)
         return replace(move, after=token, notes=noted(move, note))

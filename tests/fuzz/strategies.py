@@ -32,7 +32,7 @@ GRADS = ("two", "inner", "unrolled")
 
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "reshard_after_forward": (True, False),
-    "prefetch": (1, 2),
+    "prefetch": (1, 2, "first"),
     "bucket_bytes": (256, 2**20),
     "accumulate": ("scatter", "defer"),
     "reduce_dtype": ("float32", "bfloat16"),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from shardfn._api.planner import stored_by_use
 from shardfn._core.limits import JOINED_BYTES
 from shardfn._core.moves import AllGather, ReduceScatter
+from shardfn._core.option_values import FIRST, layers_ahead
 from shardfn._core.phases import BACKWARD, FORWARD
 from shardfn._lowering.choose_dimensions import StoredByUse
 from shardfn._lowering.xla_options import NOT_DELAYED, ONE_LATENCY, tried
@@ -76,14 +77,19 @@ def of_storage(figures: Figures) -> list[Advice]:
 
 
 def _prefetch(figures: Figures, devices: Devices, memory: int) -> Iterator[Advice]:
-    """Gathers of loops, a layer ahead."""
+    """Gathers of loops, a layer ahead: those that a layer uses first, or all, which
+    bounds what the others take."""
     del devices, memory
-    control, waits = figures.plan.control, _waits(figures, AllGather.op)
+    asked, waits = figures.plan.control.asked("prefetch"), _waits(figures, AllGather.op)
     lines = [c for c in _gathers(figures) if _in_loop(c)]
-    if lines and waits and not any(control.asked("prefetch")):
-        layer = max(_whole(c for c in lines if c.phase == p) for p in _phases(lines))
-        why = f"the device waits {seconds_text(waits)} for gathers"
-        yield Advice("a layer ahead", (("prefetch", 1),), waits, layer, why)
+    if not lines or not waits or any(map(layers_ahead, asked)):
+        return
+    layer = max(_whole(c for c in lines if c.phase == p) for p in _phases(lines))
+    why = f"the device waits {seconds_text(waits)} for gathers"
+    if FIRST not in asked:
+        title = "first weights of a layer ahead"
+        yield Advice(title, (("prefetch", FIRST),), waits, layer, why)
+    yield Advice("a layer ahead", (("prefetch", 1),), waits, layer, why)
 
 
 def _keep_gathered(figures: Figures, devices: Devices, memory: int) -> Iterator[Advice]:
