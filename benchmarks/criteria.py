@@ -8,6 +8,7 @@ are the same in every run. Each row takes 5 to 120 s on one core. Needs the extr
     python benchmarks/criteria.py                            # the table
     python benchmarks/criteria.py --case gpt-1.3b-8 --chip h100 --rerun
     python benchmarks/criteria.py --rows                     # every figure behind it
+    python benchmarks/criteria.py --kept --jax 0.12          # the table of another JAX
 """
 
 import argparse
@@ -21,6 +22,7 @@ from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
+import jax
 from criteria_cases import CASES, CHIPS, Case
 from criteria_measure import BASELINES, OURS, measure, programs_of
 from criteria_table import rows_table, verdicts_table
@@ -30,20 +32,28 @@ RUN = RESULTS / "cpu" / "run.json"
 Rows = dict[str, dict[str, Any]]
 
 
-def path_of(case: Case, chip: str) -> Path:
-    return RESULTS / chip / f"{case.name}.json"
+WITH_JAX = "0.10"
+"""The JAX whose rows are in a chip's own folder."""
 
 
-def read(case: Case, chip: str) -> Rows:
-    path = path_of(case, chip)
+def path_of(case: Case, chip: str, version: str) -> Path:
+    """Where rows are kept that are measured with a version of JAX."""
+    minor = ".".join(version.split(".")[:2])
+    folder = chip if minor == WITH_JAX else f"{chip}-jax-{minor}"
+    return RESULTS / folder / f"{case.name}.json"
+
+
+def read(case: Case, chip: str, version: str = jax.__version__) -> Rows:
+    path = path_of(case, chip, version)
     return json.loads(path.read_text()) if path.exists() else {}
 
 
 def keep(case: Case, chip: str, program: str, row: dict[str, Any]) -> None:
     rows = read(case, chip) | {program: row}
     ordered = {p: rows[p] for p in programs_of(case, chip) if p in rows}
-    path_of(case, chip).parent.mkdir(parents=True, exist_ok=True)
-    path_of(case, chip).write_text(json.dumps(ordered, indent=1) + "\n")
+    path = path_of(case, chip, jax.__version__)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(ordered, indent=1) + "\n")
 
 
 def run(words: list[str], limit: int) -> dict[str, Any]:
@@ -77,6 +87,7 @@ def main() -> None:
     parser.add_argument("--program", action="append", help="or a part of its name")
     parser.add_argument("--rerun", action="store_true", help="measure kept rows again")
     parser.add_argument("--kept", action="store_true", help="measure nothing")
+    parser.add_argument("--jax", default=jax.__version__, help="whose kept rows")
     parser.add_argument("--rows", action="store_true", help="every figure")
     parser.add_argument("--run", action="store_true", help="run criterion 7 again")
     parser.add_argument("--limit", type=int, default=600, help="seconds for a row")
@@ -106,7 +117,7 @@ def main() -> None:
         run_all(wanted, rerun=arguments.rerun, limit=arguments.limit)
     if arguments.run or not (arguments.case or arguments.kept or RUN.exists()):
         RUN.write_text(json.dumps(run(["run"], arguments.limit), indent=1) + "\n")
-    measured = {(c.name, chip): read(c, chip) for c, chip in pairs}
+    measured = {(c.name, chip): read(c, chip, arguments.jax) for c, chip in pairs}
     if arguments.rows:
         print(rows_table(measured))
     else:

@@ -33,11 +33,13 @@ NOT_DELAYED = (
 )
 IN_FLIGHT = {"xla_gpu_experimental_parallel_collective_overlap_limit": 4}
 ASKED: dict[str, dict[str, dict[str, Any]]] = {
+    "shardfn first": {"h100": {"prefetch": "first"}},
     "shardfn overlapped": {"h100": {"compiler_options": {**PIPELINED, **IN_FLIGHT}}},
     "shardfn lean": {"h100": {"compiler_options": NOT_DELAYED}},
 }
-"""What a user can ask for beyond the defaults, by chip: more overlap for more memory,
-or less memory and compile time for less overlap."""
+"""What a user can ask for beyond the defaults, by chip: the first weights of a layer
+ahead, more overlap for more memory, or less memory and compile time for less
+overlap."""
 
 
 def shardfn_options(program: str, chip: str) -> dict[str, Any] | None:

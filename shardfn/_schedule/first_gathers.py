@@ -98,7 +98,7 @@ class _Walk:
         (program,), body = node.bodies[:1], step.bodies[0]
         inputs = (*map(Ref, program.inputs), *body.imports)
         operands = zip(inputs, (*step.operands, *step.imports), strict=True)
-        given = {i: known[ref] for i, ref in operands if ref in known}
+        given = {i: known[ref] for i, ref in operands if ref and ref in known}
         return self.through(program, body, (*within, step.node), given)
 
 
