@@ -8,7 +8,7 @@ are the same in every run. Each row takes 5 to 120 s on one core. Needs the extr
     python benchmarks/criteria.py                            # the table
     python benchmarks/criteria.py --case gpt-1.3b-8 --chip h100 --rerun
     python benchmarks/criteria.py --rows                     # every figure behind it
-    python benchmarks/criteria.py --kept --jax 0.12          # the table of another JAX
+    python benchmarks/criteria.py --jax 0.12                 # the table of another JAX
 """
 
 import argparse
@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--program", action="append", help="or a part of its name")
     parser.add_argument("--rerun", action="store_true", help="measure kept rows again")
     parser.add_argument("--kept", action="store_true", help="measure nothing")
-    parser.add_argument("--jax", default=jax.__version__, help="whose kept rows")
+    parser.add_argument("--jax", help="the version whose kept rows to print")
     parser.add_argument("--rows", action="store_true", help="every figure")
     parser.add_argument("--run", action="store_true", help="run criterion 7 again")
     parser.add_argument("--limit", type=int, default=600, help="seconds for a row")
@@ -113,11 +113,13 @@ def main() -> None:
             for p in arguments.program or [""]
         )
     ]
-    if not arguments.kept:
+    kept = arguments.kept or arguments.jax is not None
+    if not kept:
         run_all(wanted, rerun=arguments.rerun, limit=arguments.limit)
-    if arguments.run or not (arguments.case or arguments.kept or RUN.exists()):
+    if arguments.run or not (arguments.case or kept or RUN.exists()):
         RUN.write_text(json.dumps(run(["run"], arguments.limit), indent=1) + "\n")
-    measured = {(c.name, chip): read(c, chip, arguments.jax) for c, chip in pairs}
+    version = arguments.jax or jax.__version__
+    measured = {(c.name, chip): read(c, chip, version) for c, chip in pairs}
     if arguments.rows:
         print(rows_table(measured))
     else:

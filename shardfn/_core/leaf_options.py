@@ -187,12 +187,14 @@ class LeafOptions(TypedDict, total=False):
             weights, so that their gathers can run while a layer computes, for as many
             layers' weights of memory and as many more gathers of a layer per pass,
             whose results the last iterations drop. "first": one layer ahead, but only
-            what is used before a layer multiplies one product with another, such as the
-            projections in front of attention: nothing of the layer can hide these. In
-            unrolled layers a number is a bound, which takes no further gathers: at most
-            so many layers' weights, or without `jax.checkpoint` so many weights, are
-            gathered or in flight beside those in use; 0 and "first" bound nothing. Try
-            "first", then 1, if a report says that the device waits for gathers.""",
+            weights of the layer's first products: of those that, in the order of the
+            program, come before one that reads what another has made, such as the
+            projections in front of attention. What an iteration begins with is then
+            there, at the price of these weights alone. In unrolled layers a number is a
+            bound, which takes no further gathers: at most so many layers' weights, or
+            without `jax.checkpoint` so many weights, are gathered or in flight beside
+            those in use; 0 and "first" bound nothing. Try "first", then 1, if a report
+            says that the device waits for gathers.""",
         ),
     ]
     bucket_bytes: Annotated[

@@ -50,6 +50,7 @@ class Reshard:
       auto: how automatic mesh axes split the value, which moves part by part.
       together: what the first of several moves makes that are one collective; they
         stand next to each other, and their paths are of the same kinds.
+      used_first: of a gather in a loop: its first products use it (`first_gathers`).
       cause: what it is for; no part of what plans are compared by.
       notes: what passes did to it, no part of that either.
     """
@@ -70,6 +71,7 @@ class Reshard:
     in_bits: bool = False
     residual: Ref | None = None
     undelayed: bool = False
+    used_first: bool = False
     cause: Cause | None = field(default=None, compare=False, repr=False)
     notes: tuple[Note, ...] = field(default=(), compare=False, repr=False)
 

@@ -1,58 +1,74 @@
-"""Finds what an iteration of a loop over layers gathers first.
+"""Marks what an iteration of a loop over layers gathers for its first products.
 
-In: the plan of a loop's body. Out: its gathers that are used before any matrix product
-that reads the result of another. Nothing of their iteration can hide these: a compiler
-may begin with any of the products that they are for.
+In: the plan of a loop's body. Out: the plan, in which a gather says so if, in the order
+of the program, its value is used before a matrix product reads what another product
+with a weight has made. Only products of their own kind are in front of these.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shardfn._core.equation_flops import flops_of
-from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, reads
+from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step, reads
 from shardfn._core.program import Node, Program
 
 Site = tuple[tuple[int, ...], Ref]
-"""Where a version is made: in which calls of a body, and its name there."""
+"""Where a gather is: in which calls of a body, and what it makes there."""
 
 
-def first_gathers(program: Program, body: BodyPlan) -> frozenset[Site]:
-    """The gathers of the state's leaves that a body uses first.
+def mark_first_gathers(program: Program, body: BodyPlan) -> BodyPlan:
+    """Marks the gathers of the state's leaves that a body uses first.
 
     Args:
       program: the body's program.
       body: its plan.
 
     Returns:
-      Where their results are made.
+      The plan; calls in it have marks, too, bodies of loops in it none.
     """
-    walk = _Walk()
-    walk.through(program, body, (), {})
-    return frozenset(walk.used)
+    visit = _Visit()
+    visit.body(program, body, (), {})
+    return _marked(program, body, (), visit.used)
+
+
+def _marked(
+    program: Program, body: BodyPlan, within: tuple[int, ...], used: set[Site]
+) -> BodyPlan:
+    steps: list[Step] = []
+    for step in body.steps:
+        if isinstance(step, Reshard):
+            if (within, step.result) in used:
+                step = replace(step, used_first=True)
+        elif (node := program.nodes[step.node]).is_call:
+            first, *others = step.bodies
+            inner = _marked(node.bodies[0], first, (*within, step.node), used)
+            step = replace(step, bodies=(inner, *others))
+        steps.append(step)
+    return replace(body, steps=tuple(steps))
 
 
 @dataclass(slots=True)
 class _Origin:
     """What a version depends on: gathers that no product has used yet, and whether on
-    a product of its iteration."""
+    a product with a weight."""
 
     gathers: frozenset[Site] = frozenset()
-    is_product: bool = False
+    depends_on_product: bool = False
 
     @classmethod
     def of_all(cls, origins: Iterable["_Origin"]) -> "_Origin":
         each = list(origins)
         gathers = frozenset[Site]().union(*(o.gathers for o in each))
-        return cls(gathers, any(o.is_product for o in each))
+        return cls(gathers, any(o.depends_on_product for o in each))
 
 
 @dataclass(slots=True)
-class _Walk:
+class _Visit:
     """State while a body is read in order; `used` is what its first products use."""
 
     used: set[Site] = field(default_factory=set)
 
-    def through(
+    def body(
         self,
         program: Program,
         body: BodyPlan,
@@ -70,7 +86,7 @@ class _Walk:
             if isinstance(step, Reshard):
                 if step.gathers_state:
                     site = within, step.result
-                    origin = _Origin(origin.gathers | {site}, origin.is_product)
+                    origin = replace(origin, gathers=origin.gathers | {site})
                 known[step.result] = origin
                 continue
             node = program.nodes[step.node]
@@ -80,13 +96,15 @@ class _Walk:
                     return None
                 origin = _Origin.of_all((origin, inner))
             elif _multiplies(node):
-                if origin.is_product:
+                if origin.depends_on_product:
                     return None
                 self.used |= origin.gathers
-                origin = _Origin(is_product=True)
+                # One without a weight, such as a norm's, is none to hide gathers.
+                origin = _Origin(depends_on_product=bool(origin.gathers))
             known.update(dict.fromkeys(map(Ref, node.outputs), origin))
             known.update(dict.fromkeys(step.exports, origin))
-        return _Origin.of_all(known[r] for r in _handed_out(body) if r in known)
+        made = (*(ref for ref in body.outputs if ref is not None), *body.exports)
+        return _Origin.of_all(known[ref] for ref in made if ref in known)
 
     def call(
         self,
@@ -95,15 +113,11 @@ class _Walk:
         within: tuple[int, ...],
         known: Mapping[Ref, _Origin],
     ) -> _Origin | None:
-        (program,), body = node.bodies[:1], step.bodies[0]
+        program, body = node.bodies[0], step.bodies[0]
         inputs = (*map(Ref, program.inputs), *body.imports)
         operands = zip(inputs, (*step.operands, *step.imports), strict=True)
         given = {i: known[ref] for i, ref in operands if ref and ref in known}
-        return self.through(program, body, (*within, step.node), given)
-
-
-def _handed_out(body: BodyPlan) -> tuple[Ref, ...]:
-    return (*(ref for ref in body.outputs if ref is not None), *body.exports)
+        return self.body(program, body, (*within, step.node), given)
 
 
 def _multiplies(node: Node) -> bool:

@@ -27,7 +27,8 @@ def limit_all_gathers(program: Program, body: BodyPlan, control: Control) -> Bod
     Args:
       program: the program.
       body: its plan, scheduled otherwise.
-      control: how many units ahead each leaf is gathered; 0 leaves it as it is.
+      control: how many units ahead each leaf is gathered; 0 and "first" leave it as
+        it is.
 
     Returns:
       The plan.

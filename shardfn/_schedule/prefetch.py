@@ -11,13 +11,19 @@ from dataclasses import dataclass, field, replace
 
 from shardfn._core.control import Control
 from shardfn._core.memories import HOST, space_of
-from shardfn._core.option_values import FIRST
+from shardfn._core.option_values import FIRST, Prefetch
 from shardfn._core.plan import Ahead, Apply, BodyPlan, Ref, Reshard, Step, reads
 from shardfn._core.program import Node, Program, aval_of
 from shardfn._core.reasons import Note, noted
 from shardfn._core.regions import span
-from shardfn._schedule.first_gathers import Site, first_gathers
+from shardfn._schedule.first_gathers import mark_first_gathers
 from shardfn._schedule.versions import fresh
+
+NOT_FIRST = Note(
+    "prefetch",
+    "gathered in its own iteration, whose first products do not use it "
+    "(prefetch='first')",
+)
 
 
 def prefetch(program: Program, body: BodyPlan, control: Control) -> BodyPlan:
@@ -52,10 +58,10 @@ def prefetch(program: Program, body: BodyPlan, control: Control) -> BodyPlan:
 def _scan(
     program: Program, step: Apply, given: Mapping[Ref, bool], control: Control
 ) -> Apply:
-    (body,) = step.bodies
-    leads, ahead = _Leads(control, first_gathers(program, body)), []
-    for asked in sorted(leads.all_of(program, body)):
-        part, body = _Part(program, body, leads, asked).take(given)
+    body = mark_first_gathers(program, step.bodies[0])
+    body, ahead = _explained(program, body, control), []
+    for asked in sorted(_leads(program, body, control)):
+        part, body = _Part(program, body, control, asked).take(given)
         lead = min(asked, (step.times or 1) - 1)
         if part.exports:
             part = replace(part, imports=step.bodies[0].imports)
@@ -74,39 +80,43 @@ def _comes_from_host(program: Program, node: Node) -> bool:
     return space_of(HOST) in before - after
 
 
-@dataclass(frozen=True, slots=True)
-class _Leads:
-    """How many iterations ahead the gathers of a body are asked to run.
+def _asked(program: Program, step: Reshard, control: Control) -> Prefetch:
+    """What is asked of a move; 0 of one that gathers nothing of the state."""
+    if not step.gathers_state:
+        return 0
+    return control.of(*program.leaf(step.source.value)).prefetch
 
-    Attributes:
-      control: what is asked of each leaf.
-      first: where the gathers are that the body uses first.
-    """
 
-    control: Control
-    first: frozenset[Site]
+def _lead(program: Program, step: Reshard, control: Control) -> int:
+    """How many iterations ahead a move runs, if that can be; 0 in its own."""
+    asked = _asked(program, step, control)
+    return int(step.used_first) if asked == FIRST else int(asked)
 
-    def of(self, program: Program, within: tuple[int, ...], step: Reshard) -> int:
-        """How many one step is, in these calls of the body; 0 if it is none."""
-        if not step.gathers_state:
-            return 0
-        asked = self.control.of(*program.leaf(step.source.value)).prefetch
-        if asked == FIRST:
-            return int((within, step.result) in self.first)
-        return asked
 
-    def all_of(
-        self, program: Program, body: BodyPlan, within: tuple[int, ...] = ()
-    ) -> set[int]:
-        """Those of all of its gathers, if any run ahead."""
-        found: set[int] = set()
-        for step in body.steps:
-            if isinstance(step, Reshard):
-                found.add(self.of(program, within, step))
-            elif (node := program.nodes[step.node]).kind == "remat":
-                inner = *within, step.node
-                found |= self.all_of(node.bodies[0], step.bodies[0], inner)
-        return found - {0}
+def _explained(program: Program, body: BodyPlan, control: Control) -> BodyPlan:
+    """A body whose gathers say why "first", which they are asked, leaves them."""
+    steps: list[Step] = []
+    for step in body.steps:
+        if isinstance(step, Reshard):
+            is_asked = _asked(program, step, control) == FIRST
+            if is_asked and not step.used_first:
+                step = replace(step, notes=noted(step, NOT_FIRST))
+        elif (node := program.nodes[step.node]).kind == "remat":
+            inner = _explained(node.bodies[0], step.bodies[0], control)
+            step = replace(step, bodies=(inner,))
+        steps.append(step)
+    return replace(body, steps=tuple(steps))
+
+
+def _leads(program: Program, body: BodyPlan, control: Control) -> set[int]:
+    """How many iterations ahead the gathers of a body are asked to run, if any."""
+    found: set[int] = set()
+    for step in body.steps:
+        if isinstance(step, Reshard):
+            found.add(_lead(program, step, control))
+        elif (node := program.nodes[step.node]).kind == "remat":
+            found |= _leads(node.bodies[0], step.bodies[0], control)
+    return found - {0}
 
 
 @dataclass(slots=True)
@@ -115,9 +125,8 @@ class _Part:
 
     program: Program
     body: BodyPlan
-    leads: _Leads
+    control: Control
     lead: int
-    within: tuple[int, ...] = ()
     ahead: list[Step] = field(default_factory=list)
     rest: list[Step] = field(default_factory=list)
     exports: list[Ref] = field(default_factory=list)
@@ -144,13 +153,12 @@ class _Part:
         return part, rest
 
     def move(self, step: Reshard, known: dict[Ref, bool]) -> None:
-        asked = self.leads.of(self.program, self.within, step) == self.lead
+        is_asked = _lead(self.program, step, self.control) == self.lead
         is_known = all(ref in known for ref in reads(step))
         differs = known.get(step.source, False)
-        if asked and differs and is_known:
-            leaf = self.program.leaf(step.source.value)
-            value = self.leads.control.of(*leaf).prefetch
-            note = Note("prefetch", f"gathered ahead, as prefetch={value!r} asks")
+        if is_asked and differs and is_known:
+            asked = _asked(self.program, step, self.control)
+            note = Note("prefetch", f"gathered ahead, as prefetch={asked!r} asks")
             self.ahead.append(replace(step, notes=noted(step, note)))
             self.exports.append(step.result)
         else:
@@ -176,8 +184,7 @@ class _Part:
         inputs = (*map(Ref, program.inputs), *step.bodies[0].imports)
         operands = zip(inputs, (*step.operands, *step.imports), strict=True)
         given = {i: known[ref] for i, ref in operands if ref and ref in known}
-        within = *self.within, step.node
-        inner = _Part(program, step.bodies[0], self.leads, self.lead, within)
+        inner = _Part(program, step.bodies[0], self.control, self.lead)
         part, rest = inner.take(given)
         if not part.exports:
             return step

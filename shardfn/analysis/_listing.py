@@ -244,6 +244,7 @@ def _moves(
                     reduces=move.reduces,
                     gradient=step.during.gradient,
                     undelayed=step.undelayed,
+                    used_first=step.used_first,
                     value=at.identity(moved),
                     alike=at.identity(first.get(moved, moved)),
                     body=at.place,

@@ -36,6 +36,8 @@ class Collective:
       parts: state leaves that move together, and the wire bytes of each; empty if only
         one moves. The shape is then that of their concatenation.
       undelayed: whether the compiler may not delay it into a loop's next iteration.
+      used_first: of a gather in a loop, whether an iteration's first products use it;
+        see `prefetch="first"`.
       value: which value of the program is moved: the same for moves of it in several
         bodies.
       alike: the first value of its body that is computed as it is; see
@@ -69,6 +71,7 @@ class Collective:
     reduces: str = ""
     gradient: int = 0
     undelayed: bool = False
+    used_first: bool = False
     value: tuple[int, ...] = field(default=(), compare=False)
     alike: tuple[int, ...] = field(default=(), compare=False, repr=False)
     body: tuple[int, ...] = field(default=(), compare=False)

@@ -223,12 +223,15 @@ def _host_link(report: Report) -> list[str]:
 
 def _advice(report: Report) -> list[str]:
     """The options that may save `ADVISED_SHARE` of the step, or free as much of what
-    it lacks; the two that may most. Where it does not fit, what most of it is."""
+    it lacks; the two that may most, one value of each. Where it does not fit, what
+    most of it is."""
     lacks = max(report.memory.peak - report.target.memory, 0)
     least, enough = ADVISED_SHARE * report.step_seconds, ADVISED_SHARE * lacks
     frees = [r for r in report.advice if lacks and -r.takes >= enough]
     rows = frees or [r for r in report.advice if r.saves >= least and not lacks]
-    texts = [f"  {row.text(report.step_seconds)}" for row in rows[:ADVISED]]
+    of_each = {tuple(name for name, _ in r.options): r for r in reversed(rows)}
+    rows = [r for r in rows if r in of_each.values()][:ADVISED]
+    texts = [f"  {row.text(report.step_seconds)}" for row in rows]
     if texts:
         head = "may help; python -m shardfn tune compiles such options and chooses"
         texts = ["", head, *texts]

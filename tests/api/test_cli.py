@@ -161,6 +161,8 @@ def test_options_of_leaves_are_flags(file, capsys) -> None:
     printed = capsys.readouterr().out
     assert "256x256  bfloat16" in printed, "it is gathered so"
     assert printed.endswith("gather_dtype: 'bfloat16'\nprefetch: 1\n")
+    main(["plan", f"{file}:planned", "--prefetch", "first", "state=2"])
+    assert capsys.readouterr().out.endswith("prefetch: 'first', 2 for state\n")
     main(["plan", f"{file}:planned", "--shard", "state=data", "*=False"])
     assert "shard: ('data',) for state, False" in capsys.readouterr().out
     assert refused("plan", f"{file}:planned", "--prefetch", "-1").startswith(

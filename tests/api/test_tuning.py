@@ -285,6 +285,12 @@ def test_each_option_that_figures_speak_for_is_advised(report) -> None:
     assert [row.saves for row in rows] == sorted((r.saves for r in rows), reverse=True)
     assert all(0 < row.saves <= report.exposed_seconds for row in rows)
     by_name = {row.options[0][0]: row for row in rows}
+    first, every = [row for row in rows if row.options[0][0] == "prefetch"]
+    assert (first.options, every.options) == (
+        (("prefetch", "first"),),
+        (("prefetch", 1),),
+    )
+    assert 0 < first.takes < every.takes and first.saves == every.saves
     assert "summed 4 times a step" in by_name["accumulate"].why
     # Two matrices of a layer of 256 x 512 float32, gathered a layer ahead.
     layer = WIDTH * 2 * WIDTH * 4

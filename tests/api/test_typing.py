@@ -49,6 +49,7 @@ step = shardfn.fully_shard(train_step, mesh)
 key, x = jax.random.key(0), jax.numpy.ones(8)
 options: dict[str, Any] = {}
 shardfn.fully_shard(train_step, mesh, prefetch={"a/*": 1}, shard=False)
+shardfn.fully_shard(train_step, mesh, prefetch={"a/*": 1, "*": "first"})
 reveal_type(step)
 reveal_type(decorated)
 reveal_type(Trainer().step)

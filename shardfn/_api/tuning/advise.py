@@ -77,19 +77,19 @@ def of_storage(figures: Figures) -> list[Advice]:
 
 
 def _prefetch(figures: Figures, devices: Devices, memory: int) -> Iterator[Advice]:
-    """Gathers of loops, a layer ahead: those that a layer uses first, or all, which
-    bounds what the others take."""
+    """Gathers of loops, a layer ahead: those that a layer uses first, or all."""
     del devices, memory
     asked, waits = figures.plan.control.asked("prefetch"), _waits(figures, AllGather.op)
     lines = [c for c in _gathers(figures) if _in_loop(c)]
     if not lines or not waits or any(map(layers_ahead, asked)):
         return
-    layer = max(_whole(c for c in lines if c.phase == p) for p in _phases(lines))
     why = f"the device waits {seconds_text(waits)} for gathers"
-    if FIRST not in asked:
-        title = "first weights of a layer ahead"
-        yield Advice(title, (("prefetch", FIRST),), waits, layer, why)
-    yield Advice("a layer ahead", (("prefetch", 1),), waits, layer, why)
+    first = [c for c in lines if c.used_first]
+    if first and FIRST not in asked:
+        title, size = "first weights of a layer ahead", _most_of_a_phase(first)
+        yield Advice(title, (("prefetch", FIRST),), waits, size, why)
+    size = _most_of_a_phase(lines)
+    yield Advice("a layer ahead", (("prefetch", 1),), waits, size, why)
 
 
 def _keep_gathered(figures: Figures, devices: Devices, memory: int) -> Iterator[Advice]:
@@ -225,8 +225,10 @@ def _in_loop(line: Collective) -> bool:
     return line.times is None or line.times > 1
 
 
-def _phases(lines: Sequence[Collective]) -> set[str]:
-    return {line.phase for line in lines}
+def _most_of_a_phase(lines: Sequence[Collective]) -> int:
+    """Bytes of what is gathered, each time, in the phase that gathers most."""
+    phases = {line.phase for line in lines}
+    return max(_whole(c for c in lines if c.phase == phase) for phase in phases)
 
 
 def _whole(lines: Sequence[Collective] | Iterator[Collective]) -> int:

@@ -92,10 +92,14 @@ def tune(
     report = search.compiled("as it is", ())
     rows = advise(report, targets.devices(target), bound, of_storage(report))
     least = TUNED_SHARE * report.step_seconds
-    for row in rows:
-        if row.saves >= least or report.memory.peak > bound:
+    lacks = report.memory.peak > bound
+    worth = [row for row in rows if row.saves >= least or lacks]
+    for row in worth:
+        if search.left > 1:  # one is for the best of them together
             search.tries(row.title, row.options)
     search.combine(bound)
+    for row in worth:
+        search.tries(row.title, row.options)
     tried = [c.options for c in search.found]
     options = choose(tuple(search.found), bound).options
     tuned = _tuned(report, options)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardfn._core.memories import DEVICE, HOST
-from shardfn.analysis._hlo.cost import Array, arrays_of
+from shardfn.analysis._hlo.cost import FUSIONS, Array, arrays_of
 from shardfn.analysis._hlo.parse import Computation, Instruction, Module
 
 _HOST = re.compile(r"S\(5\)")
@@ -70,7 +70,7 @@ def is_copy(instr: Instruction, comp: Computation, module: Module) -> bool:
     """Whether an instruction copies between the memories, or cuts out what it copies,
     or writes it into a larger array; a fusion, if all that it holds does. A copy from
     the host to the host is none: it is made where two need one array."""
-    if instr.opcode in ("fusion", "fusion-start", "async-start"):
+    if instr.opcode in (*FUSIONS, "async-start"):
         inner = [i for c in module.called(instr) for i in c.instructions.values()]
         host = [i for i in inner if _HOST.search(i.shape)]
         return all(i.opcode in (*_COPIES, *_CARRIERS) for i in host)
