@@ -2,8 +2,9 @@
 true sizes, compiled for H100s and TPU v5ps that are not there, beside what a JAX user
 has without this library.
 
-Rows are kept in `results/` and measured only where they are missing; all but seconds
-are the same in every run. Each row takes 5 to 120 s on one core. Needs the extra `aot`.
+Rows are kept in `results/`, for each version of JAX, and measured only where they are
+missing; all but seconds are the same in every run. Each row takes 5 s to 6 minutes on
+one core. Needs the extra `aot`.
 
     python benchmarks/criteria.py                            # the table
     python benchmarks/criteria.py --case gpt-1.3b-8 --chip h100 --rerun
