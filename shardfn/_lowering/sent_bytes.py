@@ -61,12 +61,28 @@ class Use:
 
 
 def uses_of(
-    program: Program, body: BodyPlan, axes: Axes, times: int = 1
+    program: Program,
+    body: BodyPlan,
+    axes: Axes,
+    times: int = 1,
+    ahead: Sequence[BodyPlan] = (),
 ) -> Iterator[Use]:
-    """What each gather of a stored value is for."""
+    """What each gather of a stored value is for.
+
+    Args:
+      program: the program.
+      body: its plan.
+      axes: the mesh axes.
+      times: how often it runs.
+      ahead: its parts that run in an earlier iteration of a loop.
+
+    Returns:
+      A `Use` for each gather in the plan and in its parts.
+    """
     gathers = {
         step.result: step
-        for step in body.steps
+        for plan in (body, *ahead)
+        for step in plan.steps
         if isinstance(step, Reshard) and step.gathers_state
     }
     read: list[tuple[Ref, int, int]] = []
@@ -75,8 +91,12 @@ def uses_of(
             continue
         node = program.nodes[step.node]
         inner = times * (step.times or 1)
+        parts = [each.part for each in step.ahead]
+        for plan in ahead:
+            calls = (s for s in plan.steps if isinstance(s, Apply) and s.bodies)
+            parts += [call.bodies[0] for call in calls if call.node == step.node]
         for bodies in zip(node.bodies, step.bodies, strict=True):
-            yield from uses_of(*bodies, axes, inner)
+            yield from uses_of(*bodies, axes, inner, parts)
         operands = enumerate(() if step.bodies else step.operands)
         read += [(ref, step.node, i) for i, ref in operands if ref in gathers]
     met = [

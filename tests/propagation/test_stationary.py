@@ -382,15 +382,20 @@ def test_experts_are_in_no_collective() -> None:
     assert len(tokens) == 3
 
 
-def test_what_sends_less_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole step's bytes decide, with the least that is worth it named."""
+@pytest.mark.parametrize("prefetch", [0, 1, "first"])
+def test_what_sends_less_is_chosen(prefetch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole step's bytes decide, with the least that is worth it named. What would
+    be gathered ahead was not tried as staying."""
     for name, limit in (("BYTES", 0), ("SHARE", 0), ("PART", 1)):
         at = f"shardfn._lowering.choose_stationary.STATIONARY_{name}"
         monkeypatch.setattr(at, limit)
     monkeypatch.setattr("shardfn._lowering.sent_bytes.LATENCY_BYTES", 0)
     for name in CASES:
         gathered, stays, chosen = (
-            sum(c.total_bytes for c in sends(name, stationary=s).collectives)
+            sum(
+                c.total_bytes
+                for c in sends(name, stationary=s, prefetch=prefetch).collectives
+            )
             for s in (False, True, "auto")
         )
         assert chosen <= min(gathered, stays), name
