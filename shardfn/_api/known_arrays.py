@@ -3,8 +3,8 @@
 In: the arrays of a state after a call. Out: whether those of another call are the very
 same, and then what is known of them: neither shapes nor buffers are looked at again.
 
-They are known by weak references. A number as an attribute of each array costs as much;
-any other attribute costs more, as Python's garbage collector walks its dictionary.
+They are known by weak references, not by attributes: an array with attributes has a
+dictionary, which Python's garbage collector walks unless it holds numbers alone.
 """
 
 import itertools

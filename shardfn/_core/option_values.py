@@ -206,7 +206,7 @@ WIRE_DTYPE = OptionValues(
 ROUNDING = one_of(Rounding)
 ACCUMULATE = one_of(Accumulate)
 COUNT = OptionValues("an integer that is not negative", _count)
-PREFETCH = OptionValues("an integer that is not negative, 'first'", _prefetch)
+PREFETCH = OptionValues(f"{COUNT.allowed}, {FIRST!r}", _prefetch)
 POSITIVE = OptionValues("an integer that is positive", _positive)
 AXES = OptionValues(
     "a mesh axis, a tuple of mesh axes, a mapping from mesh axes to the dimensions "

@@ -1,14 +1,37 @@
 """Takes a pass into the plans inside a plan.
 
 In: a program, its plan, and a pass over one body. Out: the plan, the bodies of its
-control flow rewritten by that pass.
+control flow rewritten by that pass; where versions are in calls of a body, and what is
+known of what a call is given.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import TypeVar
 
-from shardfn._core.plan import Apply, BodyPlan, Step
+from shardfn._core.plan import Apply, BodyPlan, Ref, Step
 from shardfn._core.program import Program
+
+T = TypeVar("T")
+
+Site = tuple[tuple[int, ...], Ref]
+"""Where a version is made: in which calls of a body, and its name there."""
+
+
+def given_to(program: Program, call: Apply, known: Mapping[Ref, T]) -> dict[Ref, T]:
+    """What is known of the inputs and imports of a call's body.
+
+    Args:
+      program: the body's program.
+      call: runs it once.
+      known: by version, where the call is.
+
+    Returns:
+      The same by version of the body.
+    """
+    inputs = (*map(Ref, program.inputs), *call.bodies[0].imports)
+    operands = zip(inputs, (*call.operands, *call.imports), strict=True)
+    return {i: known[ref] for i, ref in operands if ref and ref in known}
 
 
 def inside(

@@ -9,11 +9,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from shardfn._core.equation_flops import flops_of
-from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step, reads
+from shardfn._core.plan import BodyPlan, Ref, Reshard, Step, reads
 from shardfn._core.program import Node, Program
-
-Site = tuple[tuple[int, ...], Ref]
-"""Where a gather is: in which calls of a body, and what it makes there."""
+from shardfn._schedule.bodies import Site, given_to
 
 
 def mark_first_gathers(program: Program, body: BodyPlan) -> BodyPlan:
@@ -91,7 +89,9 @@ class _Visit:
                 continue
             node = program.nodes[step.node]
             if node.is_call:
-                inner = self.call(node, step, within, known)
+                called, calls = node.bodies[0], (*within, step.node)
+                given_there = given_to(called, step, known)
+                inner = self.body(called, step.bodies[0], calls, given_there)
                 if inner is None:
                     return None
                 origin = _Origin.of_all((origin, inner))
@@ -105,19 +105,6 @@ class _Visit:
             known.update(dict.fromkeys(step.exports, origin))
         made = (*(ref for ref in body.outputs if ref is not None), *body.exports)
         return _Origin.of_all(known[ref] for ref in made if ref in known)
-
-    def call(
-        self,
-        node: Node,
-        step: Apply,
-        within: tuple[int, ...],
-        known: Mapping[Ref, _Origin],
-    ) -> _Origin | None:
-        program, body = node.bodies[0], step.bodies[0]
-        inputs = (*map(Ref, program.inputs), *body.imports)
-        operands = zip(inputs, (*step.operands, *step.imports), strict=True)
-        given = {i: known[ref] for i, ref in operands if ref and ref in known}
-        return self.body(program, body, (*within, step.node), given)
 
 
 def _multiplies(node: Node) -> bool:

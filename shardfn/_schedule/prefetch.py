@@ -16,6 +16,7 @@ from shardfn._core.plan import Ahead, Apply, BodyPlan, Ref, Reshard, Step, reads
 from shardfn._core.program import Node, Program, aval_of
 from shardfn._core.reasons import Note, noted
 from shardfn._core.regions import span
+from shardfn._schedule.bodies import given_to
 from shardfn._schedule.first_gathers import mark_first_gathers
 from shardfn._schedule.versions import fresh
 
@@ -181,11 +182,8 @@ class _Part:
 
     def remat(self, step: Apply, program: Program, known: dict[Ref, bool]) -> Apply:
         """A remat that imports what its body gathered, if that can run ahead."""
-        inputs = (*map(Ref, program.inputs), *step.bodies[0].imports)
-        operands = zip(inputs, (*step.operands, *step.imports), strict=True)
-        given = {i: known[ref] for i, ref in operands if ref and ref in known}
         inner = _Part(program, step.bodies[0], self.control, self.lead)
-        part, rest = inner.take(given)
+        part, rest = inner.take(given_to(program, step, known))
         if not part.exports:
             return step
         made = []

@@ -20,7 +20,7 @@ from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step
 from shardfn._core.program import Node, Program
 from shardfn._core.reasons import Note, noted
 from shardfn._core.sharding import Axes
-from shardfn._schedule.bodies import inside
+from shardfn._schedule.bodies import Site, inside
 from shardfn._schedule.chain_reduce_scatters import chain_reduce_scatters
 from shardfn._schedule.delayed_sums import StackedSum, stacked_sums
 
@@ -29,9 +29,6 @@ ENDS = Note(
     "ends in its iteration, of which enough is computed behind it "
     f"(limits.SUMS_TIME: {SUMS_TIME})",
 )
-
-Site = tuple[tuple[int, ...], Ref]
-"""Where a version is made: in which calls of a body, and its name there."""
 
 
 def undelay_sums(program: Program, body: BodyPlan, axes: Axes) -> BodyPlan:
