@@ -43,7 +43,7 @@ class Flops:
 
 
 def count_flops(jaxpr: Any, repeated: bool = False) -> Flops:
-    """Counts two FLOPs per multiply-add of every `dot_general` and convolution.
+    """Counts two FLOPs per multiply-add of every matrix product and convolution.
 
     Args:
       jaxpr: the step as each device runs it: shapes inside `shard_map` are local.

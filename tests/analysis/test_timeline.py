@@ -60,6 +60,41 @@ def test_flops_of_a_jaxpr(fn, shapes, run) -> None:
     assert flops_of(fn, *shapes) == Flops(expected, expected)
 
 
+def test_rows_of_ragged_groups_count_as_those_of_one_matrix() -> None:
+    """Forward and both gradients, of which one contracts the ragged rows; and groups
+    that cut a batch."""
+
+    def train(dot, w):
+        return jax.grad(lambda x, w: (dot(x, w) ** 2).sum(), (0, 1))
+
+    rows, width, hidden, groups = 24, 5, 7, 3
+    sizes = jnp.array([4, 0, 20])
+
+    def ragged(x, w):
+        return lax.ragged_dot(x, w, sizes)
+
+    both = [
+        flops_of(train(dot, w), (rows, width), w)
+        for dot, w in [
+            (ragged, (groups, width, hidden)),
+            (jnp.matmul, (width, hidden)),
+        ]
+    ]
+    assert both[0] == both[1]
+    assert both[0].run == {"float32": 3 * 2 * rows * width * hidden}
+    batches = lax.RaggedDotDimensionNumbers(
+        (((2,), (1,)), ((0,), (0,))),
+        lhs_ragged_dimensions=[0],
+        rhs_group_dimensions=[],
+    )
+
+    def cut_batch(x, w):
+        return lax.ragged_dot_general(x, w, sizes, batches)
+
+    found = flops_of(cut_batch, (rows, 2, width), (rows, width, hidden))
+    assert found.run == {"float32": 2 * rows * 2 * width * hidden}
+
+
 def test_rematerialized_flops_are_not_the_models() -> None:
     def loss(w, x):
         block = jax.checkpoint(lambda x: jnp.tanh(jnp.tanh(x @ w[0]) @ w[1]))
