@@ -94,6 +94,33 @@ def test_the_estimate_adds_up(h100) -> None:
 
 
 @pytest.mark.aot("h100:8")
+def test_products_that_the_compiler_adds_are_said(h100) -> None:
+    """XLA for GPUs multiplies all rows with the weights of each of four groups."""
+
+    def loss_fn(w, batch):
+        return jnp.mean(jax.lax.ragged_dot(batch["x"], w, batch["sizes"]) ** 2)
+
+    def train(w, batch):
+        loss, gradient = jax.value_and_grad(loss_fn)(w, batch)
+        return w - gradient, loss
+
+    rows, groups = jax.P("data"), 4
+    step = shardfn.fully_shard(
+        train,
+        cpu_mesh(8),
+        batch_spec={"x": rows, "sizes": jax.P()},
+    )
+    batch = {"x": abstract(ROWS, WIDTH), "sizes": abstract(groups, dtype=jnp.int32)}
+    report = step.on("h100:8", abstract(groups, WIDTH, HIDDEN), batch)
+    asked = 2 * 2 * ROWS * WIDTH * HIDDEN // 8  # forward and the weights' gradient
+    assert report.flops.run == {"float32": asked}
+    assert sum(report.timeline.flops.values()) == groups * asked
+    assert "268 MFLOP at 989.5 TFLOP/s; 1.07 GFLOP as compiled" in str(report)
+    assert report.mfu == pytest.approx(asked / report.step_seconds / 989.5e12)
+    assert "as compiled" not in str(h100)
+
+
+@pytest.mark.aot("h100:8")
 def test_a_report_prints_and_is_frozen(h100) -> None:
     text = str(h100)
     assert text.startswith("train_step on h100:1x2x8: 16 devices, mesh data=16\n")

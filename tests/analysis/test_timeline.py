@@ -64,7 +64,7 @@ def test_rows_of_ragged_groups_count_as_those_of_one_matrix() -> None:
     """Forward and both gradients, of which one contracts the ragged rows; and groups
     that cut a batch."""
 
-    def train(dot, w):
+    def gradients(dot):
         return jax.grad(lambda x, w: (dot(x, w) ** 2).sum(), (0, 1))
 
     rows, width, hidden, groups = 24, 5, 7, 3
@@ -74,8 +74,8 @@ def test_rows_of_ragged_groups_count_as_those_of_one_matrix() -> None:
         return lax.ragged_dot(x, w, sizes)
 
     both = [
-        flops_of(train(dot, w), (rows, width), w)
-        for dot, w in [
+        flops_of(gradients(dot), (rows, width), weights)
+        for dot, weights in [
             (ragged, (groups, width, hidden)),
             (jnp.matmul, (width, hidden)),
         ]
