@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
 from shardfn._core.compat import primitives
@@ -52,12 +53,23 @@ def _dot_factors(
     return sides[0], sides[1], batch, contract, free
 
 
-@register_rule(*primitives("ragged_dot_general"))
-def _ragged_dot_general(eqn: JaxprEqn) -> OpShardingRule:
-    """`b a, c a d, e -> b d  reduce={a}  whole={b, c, e}` for ragged rows.
+def _ragged_local(
+    op: LocalOp, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array
+) -> Sequence[jax.Array]:
+    """On a block of the ragged rows, each group has the rows that lie in the block."""
+    ragged = op.eqn.params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions[0]
+    (factor,) = op.rule.operands[0][ragged]
+    ends = jnp.cumsum(sizes, axis=-1) - op.start(factor)
+    inside = jnp.clip(jnp.stack([ends - sizes, ends]), 0, lhs.shape[ragged])
+    return op.bind(lhs, rhs, inside[1] - inside[0])
 
-    The ragged dimension and the groups stay whole: a group may begin in any block. A
-    ragged contracting dimension adds a leading group dimension to the result.
+
+@register_rule(*primitives("ragged_dot_general"), local=_ragged_local)
+def _ragged_dot_general(eqn: JaxprEqn) -> OpShardingRule:
+    """`b a, c a d, e -> b d  reduce={a}  whole={c, e}` for ragged rows.
+
+    The groups stay whole: their sizes say which rows of a block belong to which group.
+    A ragged contracting dimension adds a leading group dimension to the result.
     """
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     groups = tuple(numbers.rhs_group_dimensions)
@@ -71,12 +83,12 @@ def _ragged_dot_general(eqn: JaxprEqn) -> OpShardingRule:
     extra = take(names, len(result_shape(eqn)) - len(batch) - len(free))
     (group,) = take(names, 1)
     counts = [*prefix, group] if len(shape_of(eqn, 2)) > 1 else [group]
-    whole = {ragged, group, *extra, *(rhs[d] for d in groups)}
+    whole = {group, *extra, *(rhs[d] for d in groups)}
     return make_rule(
         eqn,
         [lhs, rhs, counts],
         [(*extra, *batch, *free)],
-        reduce=[f for f in contract if f != ragged],
+        reduce=contract,
         whole=whole,
         linear=[[0], [1]],
     )
