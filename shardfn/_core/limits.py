@@ -36,6 +36,10 @@ FEW_SELECTED = Fraction(1, 2)
 """The most that a selection may be of what it selects from to be made of terms that are
 all-reduced: that sends twice the selection, a gather once what it selects from."""
 
+EXCHANGE_SHARE = 0.2
+"""The part of what an op makes move of the batch that has to be saved for its rows to
+be exchanged for parts of all rows, and back: at two to three devices little is."""
+
 LOOP_BYTES = 2**26
 """What a loop may hold whole unless the user said otherwise, in bytes: the sums it
 carries unreduced and, by themselves, the weights that all of its iterations share."""

@@ -140,6 +140,16 @@ class Axes:
         return tuple(parts[len(parts) - 1 - at :])
 
 
+def without_origin(sharding: Sharding) -> Sharding:
+    """`sharding` without the note whether a split comes from the batch or the state."""
+    return tuple(
+        replace(s, stored=False, group=0, stationary=False)
+        if isinstance(s, Split)
+        else s
+        for s in sharding
+    )
+
+
 def plain(split: Split) -> Split:
     """The same split in blocks as they lie: neither shifted nor of several runs."""
     return replace(split, shift=0, runs=0) if split.shift or split.runs else split

@@ -19,6 +19,7 @@ from shardfn._core.sizes import elements
 from shardfn._propagation import control_flow
 from shardfn._propagation.backward import BackwardResult
 from shardfn._propagation.decision import Decision
+from shardfn._propagation.exchange_rows import exchange_rows
 from shardfn._propagation.flow_site import FlowSite, Solve
 from shardfn._propagation.op_strategy import OpSite
 from shardfn._propagation.preferences import Preferences
@@ -76,8 +77,10 @@ class Decider:
             key = id(node.rule), states, preferences, now, node.kinds, sources
             decision = self.known.get(key)
             if decision is None:
-                decision = self.op(node, node.rule, states, preferences, sources)
+                site = self.site(node, node.rule, states, preferences, sources)
+                decision = site.decide()
                 decision = self.reduced(node, decision, states, preferences, now)
+                decision = exchange_rows(site, decision)
                 self.known[key] = decision
             return decision
         if node.kind == "op":
@@ -106,15 +109,15 @@ class Decider:
             self.whole,
         )
 
-    def op(
+    def site(
         self,
         node: Node,
         rule: OpShardingRule,
         states: Sequence[Sharding],
         preferences: Sequence[Preferences],
         sources: Sequence[int],
-    ) -> Decision:
-        site = OpSite(
+    ) -> OpSite:
+        return OpSite(
             rule=rule,
             operand_avals=self.operand_avals(node),
             result_avals=self.result_avals(node),
@@ -125,10 +128,6 @@ class Decider:
             small=self.small,
             sources=sources,
         )
-        operands, results, parts = site.decide()
-        made = tuple(results)
-        notes = tuple(site.notes)
-        return Decision(tuple(operands), made, made, tuple(parts), notes=notes)
 
     def fallback(self, node: Node, states: Sequence[Sharding]) -> Decision:
         """An op without a rule runs on whole operands."""

@@ -5,7 +5,7 @@ of each use in another sharding; schedule passes then share, delay or hoist them
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from shardfn._core.errors import where
@@ -14,7 +14,7 @@ from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step
 from shardfn._core.program import Atom, Node, Program, last_pass, number_of
 from shardfn._core.reasons import OPERAND, OUTPUT, RESULT, Cause
 from shardfn._core.resharding import reshard_path
-from shardfn._core.sharding import Axes, Sharding, Split
+from shardfn._core.sharding import Axes, Sharding, Split, without_origin
 from shardfn._core.sizes import itemsize
 from shardfn._propagation.decision import Decision
 
@@ -157,16 +157,6 @@ def _end(program: Program) -> Pass:
     passes = [last_pass(node) for node in program.nodes[-1:]]
     passes += [n.during for n in program.nodes if n.during.phase == UPDATE]
     return passes[-1] if passes else Pass()
-
-
-def without_origin(sharding: Sharding) -> Sharding:
-    """`sharding` without the note whether a split comes from the batch or the state."""
-    return tuple(
-        replace(s, stored=False, group=0, stationary=False)
-        if isinstance(s, Split)
-        else s
-        for s in sharding
-    )
 
 
 def same_blocks(a: Sharding, b: Sharding) -> bool:

@@ -11,20 +11,20 @@ the others (`least_moved`).
 """
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 from shardfn._core.limits import GROWTH
 from shardfn._core.program import VALUE, ZERO
 from shardfn._core.reasons import Note
 from shardfn._core.sharding import (
-    Sharding,
     Split,
     Unreduced,
     of_dim,
     on_axis,
 )
 from shardfn._core.sizes import elements, nbytes
+from shardfn._propagation.decision import Decision
 from shardfn._propagation.splittable_factors import SplittableFactors
 from shardfn._propagation.stationary import Meeting, meets_stationary
 
@@ -37,10 +37,16 @@ GROWN = Note(
 
 @dataclass(slots=True)
 class OpSite(SplittableFactors):
-    """One op while its factors are chosen, mesh axis by mesh axis."""
+    """One op while its factors are chosen, mesh axis by mesh axis.
 
-    def decide(self) -> tuple[list[Sharding], list[Sharding], list[tuple[str, int]]]:
-        """Needed operand shardings, made result shardings, and the split factors."""
+    Attributes:
+      forced: by mesh axis, a factor of the batch that it splits if it may.
+    """
+
+    forced: Mapping[int, str] = field(default_factory=dict)
+
+    def decide(self) -> Decision:
+        """How the op runs; its results are left as it makes them."""
         self.operands = [self.axes.replicated] * len(self.operand_avals)
         self.results = [self.axes.replicated] * len(self.result_avals)
         for axis in range(len(self.axes.names)):
@@ -54,7 +60,10 @@ class OpSite(SplittableFactors):
             chosen = self.choose(axis)
             if chosen is not None:
                 self.split(axis, *chosen)
-        return self.operands, self.results, self.parts
+        made = tuple(self.results)
+        return Decision(
+            tuple(self.operands), made, made, tuple(self.parts), notes=tuple(self.notes)
+        )
 
     # Unreduced operands
 
@@ -114,6 +123,9 @@ class OpSite(SplittableFactors):
 
     def choose(self, axis: int) -> tuple[str, Split] | None:
         """The factor that `axis` splits, and a split of the same origin, or None."""
+        forced = self.forced.get(axis)
+        if forced is not None and self.can_part(axis, forced, False):
+            return forced, Split(0)
         if meets_stationary(axis, self.states, self.preferences):
             return self.least_moved(axis)
         chosen = self.largest(axis)

@@ -76,7 +76,6 @@ def _ragged_dot_general(eqn: JaxprEqn) -> OpShardingRule:
     lhs, rhs, batch, contract, free = _dot_factors(
         shape_of(eqn, 0), shape_of(eqn, 1), numbers.dot_dimension_numbers, groups
     )
-    ragged = lhs[numbers.lhs_ragged_dimensions[0]]
     prefix = [lhs[d] for d in _before_ragged(len(lhs), numbers)]
     used = {*lhs, *rhs}
     names = (name for name in fresh_names() if name not in used)

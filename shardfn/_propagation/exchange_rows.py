@@ -1,0 +1,136 @@
+"""Runs an op along another dimension than the batch's, where less of the batch moves.
+
+In: an op that needs rows of the batch whole, or makes terms of a sum as large as they
+are, and how it is decided so far. Out: the same decision, or one in which devices
+exchange rows of the batch for parts of all rows in front of the op, and back behind it.
+What is before and after that stays as it is.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from shardfn._core.limits import EXCHANGE_SHARE, LATENCY_BYTES
+from shardfn._core.moves import moves_of
+from shardfn._core.program import ZERO
+from shardfn._core.reasons import Note
+from shardfn._core.resharding import can_split, reshard_path
+from shardfn._core.sharding import (
+    Sharding,
+    Split,
+    Unreduced,
+    on_axis,
+    without_origin,
+)
+from shardfn._core.sizes import itemsize
+from shardfn._propagation.decision import Decision
+from shardfn._propagation.op_strategy import OpSite
+from shardfn._propagation.preferences import preferred
+from shardfn._propagation.stationary import meets_stationary
+
+EXCHANGED = Note(
+    "propagate",
+    f"this sends at least {EXCHANGE_SHARE:.0%} less than to gather rows of the batch, "
+    "or to sum as large terms (limits.EXCHANGE_SHARE, limits.LATENCY_BYTES)",
+)
+
+
+def exchange_rows(site: OpSite, decision: Decision) -> Decision:
+    """Decides one op again where less of the batch moves so.
+
+    Args:
+      site: the op, its operands, and what is preferred of its results.
+      decision: how it runs, with the shardings in which its results are left.
+
+    Returns:
+      The decision, or one that leaves its results alike. Terms of a sum are summed
+      then, even if other operations would have let them through.
+    """
+    forced: dict[int, str] = {}
+    for axis, count in enumerate(site.axes.sizes):
+        goals = _goals(site, decision, axis) if count > 1 else None
+        if goals is None:
+            continue
+        now = _price(site, decision, goals)
+        for factor, other in _others(site, decision, forced, axis) if now else ():
+            price = _price(site, other, goals)
+            if price <= (1 - EXCHANGE_SHARE) * now:
+                forced[axis] = factor
+                now, decision = price, replace(other, results=goals)
+    if forced:
+        decision = replace(decision, notes=(*decision.notes, EXCHANGED))
+    return decision
+
+
+def _goals(site: OpSite, decision: Decision, axis: int) -> tuple[Sharding, ...] | None:
+    """The shardings of the results, with terms of sums split like rows of the batch;
+    None where they are not to be, or an operand is not split so."""
+    rows = [s[axis] for s in site.states if isinstance(s[axis], Split)]
+    if not any(not s.stored for s in rows if isinstance(s, Split)):
+        return None
+    if meets_stationary(axis, site.states, site.preferences):
+        return None
+    goals = []
+    for made, result, aval, preferences in zip(
+        decision.made,
+        decision.results,
+        site.result_avals,
+        site.preferences,
+        strict=True,
+    ):
+        goal = result[axis]
+        if isinstance(goal, Unreduced):
+            goal = preferred(preferences[axis])
+            if goal and not can_split(aval.shape, result, axis, goal, site.axes):
+                return None
+        is_sum = isinstance(made[axis], Unreduced)
+        if is_sum and not (isinstance(goal, Split) and not goal.stored):
+            return None
+        goals.append(on_axis(result, axis, goal))
+    return tuple(goals)
+
+
+def _others(
+    site: OpSite, now: Decision, forced: Mapping[int, str], axis: int
+) -> Iterator[tuple[str, Decision]]:
+    """Decisions in which `axis` splits another factor, one that stands in a result."""
+    standing = (site.rule.major(d, i) for d in site.rule.results for i in range(len(d)))
+    for factor in dict.fromkeys(standing):
+        if factor is None or (factor, axis) in now.parts:
+            continue
+        other = replace(
+            site,
+            forced={**forced, axis: factor},
+            operands=[],
+            results=[],
+            parts=[],
+            notes=[],
+        )
+        decided = other.decide()
+        if (factor, axis) in decided.parts:
+            yield factor, decided
+
+
+def _price(site: OpSite, decision: Decision, goals: Sequence[Sharding]) -> float:
+    """Bytes that a device sends of the batch, and those of the latencies of that."""
+    moved = [
+        (aval, state, needed)
+        for aval, kind, state, needed in zip(
+            site.operand_avals,
+            site.kinds,
+            site.states,
+            decision.operands,
+            strict=True,
+        )
+        if kind != ZERO and not any(isinstance(s, Split) and s.stored for s in state)
+    ]
+    moved += zip(site.result_avals, decision.made, goals, strict=True)
+    price = 0.0
+    for aval, start, end in moved:
+        ends = without_origin(start), without_origin(end)
+        if ends[0] == ends[1]:
+            continue
+        for move in moves_of(reshard_path(*ends, aval.shape, site.axes)):
+            if move.communicates:
+                sent = move.wire_bytes(aval.shape, site.axes, itemsize(aval))
+                price += sent + LATENCY_BYTES
+    return price
