@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import JaxprEqn
 
 from shardfn._core.compat import primitives
@@ -59,7 +60,11 @@ def _ragged_local(
     """On a block of the ragged rows, each group has the rows that lie in the block."""
     ragged = op.eqn.params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions[0]
     (factor,) = op.rule.operands[0][ragged]
-    ends = jnp.cumsum(sizes, axis=-1) - op.start(factor)
+    start = op.start(factor)
+    if isinstance(start, int):
+        return op.bind(lhs, rhs, sizes)
+    sizes = sizes.astype(np.int32)
+    ends = jnp.cumsum(sizes, axis=-1) - start
     inside = jnp.clip(jnp.stack([ends - sizes, ends]), 0, lhs.shape[ragged])
     return op.bind(lhs, rhs, inside[1] - inside[0])
 

@@ -161,8 +161,8 @@ def test_plans_that_are_compared_share_what_they_decide(
         monkeypatch.setattr(owner, name, counted)
 
     count(Planner, "plan")
-    count(Decider, "op")
+    count(Decider, "site")
     step, state, batch = training()
     shardfn.fully_shard(step, cpu_mesh(8), min_size=0).plan(state, batch)
     assert calls["plan"] > 20
-    assert calls["op"] < 100 * calls["plan"]  # 185 if each plan begins anew
+    assert calls["site"] < 100 * calls["plan"]  # 185 if each plan begins anew

@@ -114,19 +114,31 @@ def ragged(contract, lhs_ragged, groups, batch=((), ())):
     Row(
         lax.ragged_dot,
         ((8, 4), (3, 4, 5), SIZES),
-        "b a, c a d, e -> b d  reduce={a}  whole={b, c, e}",
+        "b a, c a d, e -> b d  reduce={a}  whole={c, e}",
+        EACH,
+    ),
+    Row(
+        lax.ragged_dot,
+        ((8, 4), (3, 4, 5), jnp.array([2, 0, 3], jnp.int32)),
+        "b a, c a d, e -> b d  reduce={a}  whole={c, e}",
         EACH,
     ),
     Row(
         ragged(([0], [0]), 0, []),
         ((8, 4), (8, 5), SIZES),
-        "a b, a c, e -> d b c  whole={a, d, e}",
+        "a b, a c, e -> d b c  reduce={a}  whole={d, e}",
+        EACH,
+    ),
+    Row(
+        ragged(([0], [0]), 0, []),
+        ((8, 4), (8, 5), jnp.array([0, 5, 1], jnp.uint8)),
+        "a b, a c, e -> d b c  reduce={a}  whole={d, e}",
         EACH,
     ),
     Row(
         ragged(([2], [2]), 1, [1], ([0], [0])),
         ((4, 8, 5), (4, 3, 5, 6), jnp.stack([SIZES] * 4)),
-        "a c b, a d b e, a f -> a c e  reduce={b}  whole={c, d, f}",
+        "a c b, a d b e, a f -> a c e  reduce={b}  whole={d, f}",
         EACH,
     ),
 )
