@@ -126,13 +126,13 @@ def fully_shard(
       strict: raise when a primitive has no op sharding rule and would run on gathered
         operands. By default this is a warning, and the step runs.
       state_argnums: position of the state among the arguments, or positions: then as
-        many results come first. `"auto"`, the default: the arguments that come back
-        with their structure, shapes and dtypes, updated, wherever they stand among the
-        arguments and the results; arguments that are like the state, or like a part of
-        it, are stored like it and read only. Of a function that returns none, such as
-        an evaluation, it is the first argument, or what arrives stored, and read only.
-        Without a mesh, the first. `repr(step)` and the plan say which it is; give
-        positions if that is not what you mean.
+        many results come first, or one state comes back alone. `"auto"`, the default:
+        the arguments that come back with their structure, shapes and dtypes, updated,
+        wherever they stand among the arguments and the results; arguments that are like
+        the state, or like a part of it, are stored like it and read only. Of a function
+        that returns none, such as an evaluation, it is the first argument, or what
+        arrives stored, and read only. Without a mesh, the first. `repr(step)` and the
+        plan say which it is; give positions if that is not what you mean.
       batch_spec: how the other arguments are split: a pytree prefix of them (of the
         only other one, or a tuple of several; entries for arguments that are read only
         do not count) with a `PartitionSpec` or None per leaf. None, the default, splits

@@ -71,7 +71,8 @@ def find_state(
     )
     if asked is not None:
         notes = (found_note(names, {}, (), asked),) if is_read else ()
-        results = () if is_read else None
+        is_alone = len(states) == len(asked) == 1 and same(out, arguments[states[0]])
+        results = () if is_read else ((),) if is_alone else None
         return StateArguments(asked, results, notes=notes, by_hand=True)
     places = parts(out)
     alike = {

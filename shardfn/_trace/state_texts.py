@@ -70,10 +70,11 @@ def refuse_readings(
             "other is a batch."
         )
     else:
+        return_it = "" if pairs[first] == () else ", and return it first"
         advice = (
-            f"Pass {_argnums([first])} to fully_shard if that is the state, and return "
-            "it first. If it is a batch, pass the position of the state, which is then "
-            "read only, or return the state, too."
+            f"Pass {_argnums([first])} to fully_shard if that is the state{return_it}. "
+            "If it is a batch, pass the position of the state, which is then read "
+            "only, or return the state, too."
         )
     if has_cache:
         advice += (

@@ -122,6 +122,20 @@ def test_the_state_in_second_position() -> None:
     assert_same((run.unshard(state), metrics), jax.jit(step)(make_state(), X))
 
 
+@pytest.mark.parametrize("make", [make_state, lambda: jnp.ones((16, 8))])
+def test_the_state_alone_comes_back(make: Any) -> None:
+    """A single array, too, which may be a batch unless a position is given."""
+
+    def decay(state: Any, x: jax.Array) -> Any:
+        return jax.tree.map(lambda a: a * (1 + x.mean()).astype(a.dtype), state)
+
+    run = sharded(decay, state_argnums=0)
+    state = run(run.shard(make()), X)
+    assert_same(run.unshard(state), jax.jit(decay)(make(), X))
+    largest = max(jax.tree.leaves(state), key=jnp.size)
+    assert not stored_array(largest).sharding.is_fully_replicated
+
+
 @pytest.mark.parametrize("argnums", [(0, 2), (2, 0)])
 def test_two_states(argnums: tuple[int, int]) -> None:
     def two(a, x, b):

@@ -328,6 +328,8 @@ def test_classes_that_take_arrays_alone(step, args, what) -> None:
         # Or next to nothing that comes back.
         (lambda x, w: (x @ w @ w.T, 0.0), (X, ones(16, 8)), FIRST),
         (lambda x, w: (x * 2 + (x @ w).sum(), 0.0), (X, ones(16, 8)), FIRST),
+        (lambda x, w: x - jax.grad(lambda x: (x @ w).mean())(x), (X, ones(16, 8)),
+         ["Pass state_argnums=0 to fully_shard if that is the state. If it is"]),
     ],
 )  # fmt: skip
 def test_what_cannot_be_told_is_asked(fn, args, parts) -> None:
