@@ -27,6 +27,7 @@ def make_rule(
     flat: bool = False,
     picks: bool = False,
     shifts: Mapping[str, int] | None = None,
+    groups: Mapping[str, int] | None = None,
     regroups: bool = False,
     terms: str = "",
 ) -> OpShardingRule:
@@ -45,6 +46,7 @@ def make_rule(
       flat: whether blocks of the flattened operands give blocks of flattened results.
       picks: whether `reduce` sums one term with zeros: bits then stay as they are.
       shifts: how many rows before its own the blocks of a factor have to begin.
+      groups: the operand in which the sizes of groups along a factor are.
       regroups: whether the minor of two factors of a dimension may be split.
       terms: the factor that counts the terms of a sum, which waits for the op.
 
@@ -70,6 +72,7 @@ def make_rule(
         flat=flat,
         picks=picks,
         shifts=tuple((shifts or {}).items()),
+        groups=tuple((groups or {}).items()),
         regroups=regroups,
         terms=terms,
     )

@@ -35,6 +35,9 @@ class OpShardingRule:
       shifts: `(factor, rows)`: with the factor split, the operands that have it are
         needed in blocks that begin so many rows earlier, around the ends.
       blocks: `(factor, rows)`: blocks of the factor have at least so many rows.
+      groups: `(factor, operand)`: the operand's last dimension has the sizes of groups
+        that follow each other along the factor; with it split, a group is what of it
+        lies in the block.
       regroups: the op may run on blocks of the minor one of two factors of an operand's
         dimension, the blocks of each run of it one after the other.
       terms: a factor that counts the terms of a sum, "" for none. Where an operand has
@@ -54,6 +57,7 @@ class OpShardingRule:
     picks: bool = False
     shifts: tuple[tuple[str, int], ...] = ()
     blocks: tuple[tuple[str, int], ...] = ()
+    groups: tuple[tuple[str, int], ...] = ()
     regroups: bool = False
     terms: str = ""
     threshold: str = field(default="", compare=False)

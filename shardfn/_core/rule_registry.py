@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import JaxprEqn, Primitive
 
 from shardfn._core import compat
@@ -60,6 +62,19 @@ class LocalOp:
             if name == factor:
                 return jax.lax.axis_index(axis_names) * self.size(factor)
         return 0
+
+    def with_own_groups(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
+        """The operands, with the sizes that groups have in this device's block."""
+        own = list(operands)
+        for factor, i in self.rule.groups:
+            start = self.start(factor)
+            if isinstance(start, int):
+                continue
+            sizes = own[i].astype(np.int32)
+            ends = jnp.cumsum(sizes, axis=-1) - start
+            inside = jnp.clip(jnp.stack([ends - sizes, ends]), 0, self.size(factor))
+            own[i] = (inside[1] - inside[0]).astype(own[i].dtype)
+        return own
 
     @property
     def is_flat(self) -> bool:
@@ -133,4 +148,4 @@ def rule_of(eqn: JaxprEqn) -> OpShardingRule | None:
 
 def run_local(op: LocalOp, *operands: jax.Array) -> Sequence[jax.Array]:
     """Runs one op on one device's blocks."""
-    return _registry[op.eqn.primitive].local(op, *operands)
+    return _registry[op.eqn.primitive].local(op, *op.with_own_groups(operands))

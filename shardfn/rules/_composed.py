@@ -49,6 +49,7 @@ def composed_rule(trace: Traced, avals: Sequence[Any]) -> OpShardingRule:
     """
     closed, composer = trace(avals), _Composer()
     inputs = [composer.fresh(v.aval) for v in compat.open_jaxpr(closed)[0].invars]
+    composer.arguments = inputs
     rule = composer.rule(inputs, composer.run(closed, inputs))
     by_size = {
         factor
@@ -114,11 +115,16 @@ class _Composer:
       sizes: of each factor.
       known_as: the factors that a factor was found to be, major to minor.
       whole: factors that must not be split.
+      arguments: the values of the function's arguments.
+      read: each value that an operation reads, with the factor along whose groups it
+        has the sizes, if it does.
     """
 
     sizes: list[int] = field(default_factory=list)
     known_as: dict[int, tuple[int, ...]] = field(default_factory=dict)
     whole: set[int] = field(default_factory=set)
+    arguments: list[_Value] = field(default_factory=list)
+    read: list[tuple[_Value, int | None]] = field(default_factory=list)
 
     def factor(self, size: int) -> int:
         self.sizes.append(size)
@@ -204,6 +210,9 @@ class _Composer:
             stay |= _of_one_side(rule)
         stay |= {name for name, kind in rule.reduce if kind != "sum"}
         stay |= {n for n in own if not rule.is_splittable(n)}
+        sizes_of = {operand: own[name] for name, operand in rule.groups}
+        for i, value in enumerate(operands):
+            self.read.append((value, sizes_of.get(i)))
         self.keep_whole(own[name] for name in stay)
         summed = [own[name] for name, kind in rule.reduce if kind == "sum"]
         passed = self.passed(rule, every, operands)
@@ -228,6 +237,22 @@ class _Composer:
                 self.keep_whole((term,))
         return frozenset(through)
 
+    def groups(self) -> dict[int, int]:
+        """The factors along which groups follow each other, and the argument that has
+        their sizes and is read for nothing else. Others stay whole: what is computed
+        from sizes need not be that of a block's."""
+        groups: dict[int, int] = {}
+        for sizes, factor in self.read:
+            if factor is None or not (along := self.found((factor,))):
+                continue
+            uses = (f for value, f in self.read if value is sizes)
+            for_groups = all(f is not None and self.found((f,)) == along for f in uses)
+            at = next((i for i, v in enumerate(self.arguments) if v is sizes), None)
+            known = groups.setdefault(along[0], -1 if at is None else at)
+            if at is None or known != at or len(along) > 1 or not for_groups:
+                self.keep_whole(along)
+        return groups
+
     def stop_sums(self, values: Iterable[_Value]) -> None:
         for value in values:
             self.keep_whole(value.terms)
@@ -239,6 +264,7 @@ class _Composer:
         used = list(dict.fromkeys(f for v in dims for d in v for f in d))
         names = dict(zip(used, factor_names(len(used)), strict=True))
         sums = [frozenset(self.found(v.terms)) for v in results]
+        groups = self.groups()
         outs = [{f for d in v for f in d} for v in dims[len(inputs) :]]
         whole, reduce = set(), []
         for factor in used:
@@ -270,6 +296,7 @@ class _Composer:
             sizes=tuple(sizes.items()),
             reduce=tuple(reduce),
             whole=frozenset(whole) | frozenset(ones),
+            groups=tuple((names[f], i) for f, i in groups.items() if f in names),
             blocks=tuple((name, 1) for name, _ in reduce),
         )
 

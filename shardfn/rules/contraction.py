@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import JaxprEqn
 
 from shardfn._core.compat import primitives
@@ -54,22 +52,7 @@ def _dot_factors(
     return sides[0], sides[1], batch, contract, free
 
 
-def _ragged_local(
-    op: LocalOp, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array
-) -> Sequence[jax.Array]:
-    """On a block of the ragged rows, each group has the rows that lie in the block."""
-    ragged = op.eqn.params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions[0]
-    (factor,) = op.rule.operands[0][ragged]
-    start = op.start(factor)
-    if isinstance(start, int):
-        return op.bind(lhs, rhs, sizes)
-    sizes = sizes.astype(np.int32)
-    ends = jnp.cumsum(sizes, axis=-1) - start
-    inside = jnp.clip(jnp.stack([ends - sizes, ends]), 0, lhs.shape[ragged])
-    return op.bind(lhs, rhs, inside[1] - inside[0])
-
-
-@register_rule(*primitives("ragged_dot_general"), local=_ragged_local)
+@register_rule(*primitives("ragged_dot_general"))
 def _ragged_dot_general(eqn: JaxprEqn) -> OpShardingRule:
     """`b a, c a d, e -> b d  reduce={a}  whole={c, e}` for ragged rows.
 
@@ -95,6 +78,7 @@ def _ragged_dot_general(eqn: JaxprEqn) -> OpShardingRule:
         reduce=contract,
         whole=whole,
         linear=[[0], [1]],
+        groups={lhs[numbers.lhs_ragged_dimensions[0]]: 2},
     )
 
 

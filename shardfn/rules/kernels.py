@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import JaxprEqn, Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 
@@ -35,6 +37,10 @@ def partition_like(
     shapes. Sums over a dimension are made of devices' terms if what follows them is
     linear. Nothing else of the reference is run, but for its gradient. That the kernel
     computes what the reference does, on blocks too, is trusted: compare them.
+
+    Rows of ragged groups are split, too: where the reference gives an argument to
+    `jax.lax.ragged_dot` as the sizes of groups, and does nothing else with it, the
+    kernel is given the sizes that the groups have in the device's rows.
 
     A dimension stays whole along which the reference softmaxes, sorts, counts (as
     `iota` does) or loops, or on whose size a number in it depends, as in a mean.
@@ -81,16 +87,31 @@ def partition_like(
         return run(*args), args
 
     def backward(args: tuple[Any, ...], cotangents: Any) -> Any:
+        leaves, tree = jax.tree.flatten(args)
+        floats = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
+
         def pulled_back(fn: Callable[..., Any]) -> Callable[..., Any]:
             def gradients(args: tuple[Any, ...], cotangents: Any) -> Any:
-                return jax.vjp(fn, *args)[1](cotangents)
+                found = jax.tree.leaves(jax.vjp(fn, *args)[1](cotangents))
+                return [
+                    g for g, is_float in zip(found, floats, strict=True) if is_float
+                ]
 
             return gradients
 
         if gradient == "reference":
-            return pulled_back(reference)(args, cotangents)
-        own, plain = pulled_back(kernel), pulled_back(reference)
-        return _call(own, plain, (args, cotangents), place)
+            found = pulled_back(reference)(args, cotangents)
+        else:
+            own, plain = pulled_back(kernel), pulled_back(reference)
+            found = _call(own, plain, (args, cotangents), place)
+        rest = iter(found)
+        return jax.tree.unflatten(
+            tree,
+            [
+                next(rest) if is_float else np.zeros(x.shape, jax.dtypes.float0)
+                for x, is_float in zip(leaves, floats, strict=True)
+            ],
+        )
 
     run.defvjp(forward, backward)
     return run

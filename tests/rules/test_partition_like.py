@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
+from jax.sharding import PartitionSpec as P
 
 import shardfn
 from shardfn.rules import partition_like, rule_of
@@ -62,6 +63,39 @@ own_matmul.defvjp(
     lambda x, w: (matmul(x, w), (x, w)),
     lambda kept, g: (matmul(g, kept[1].T), matmul(kept[0].T, g)),
 )
+
+
+def member(rows: int, sizes: jax.Array) -> jax.Array:
+    """Which row belongs to which group, `[rows, groups]`."""
+    ends = jnp.cumsum(sizes)
+    row = jnp.arange(rows)[:, None]
+    return ((row >= ends - sizes) & (row < ends)).astype(jnp.float32)
+
+
+def grouped(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Rows `[T, D]` times the matrix `[G, D, F]` of their group, in one grid point."""
+
+    def run(x_ref: Any, w_ref: Any, sizes_ref: Any, out_ref: Any) -> None:
+        groups = member(x.shape[0], sizes_ref[...])
+        out_ref[...] = jnp.einsum("tg,td,gdf->tf", groups, x_ref[...], w_ref[...])
+
+    out = jax.ShapeDtypeStruct((x.shape[0], w.shape[2]), x.dtype)
+    return pl.pallas_call(run, out_shape=out, interpret=True)(x, w, sizes)
+
+
+@jax.custom_vjp
+def own_grouped(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+    return grouped(x, w, sizes)
+
+
+def _grouped_back(kept: Any, g: jax.Array) -> Any:
+    x, w, sizes = kept
+    groups = member(x.shape[0], sizes)
+    dx = grouped(g, jnp.swapaxes(w, 1, 2), sizes)
+    return dx, jnp.einsum("tg,td,tf->gdf", groups, x, g), None
+
+
+own_grouped.defvjp(lambda *args: (grouped(*args), args), _grouped_back)
 
 
 def parameters() -> dict[str, jax.Array]:
@@ -130,6 +164,62 @@ def test_what_a_reference_lets_be_split(reference, shapes, expected):
     eqns = jax.make_jaxpr(partition_like(reference, reference))(*args).eqns
     called = eqns[0].params["call_jaxpr"].eqns[-1]
     assert str(rule_of(called)).partition("  blocks")[0] == expected
+
+
+@pytest.mark.parametrize("gradient", ["reference", "kernel"])
+@pytest.mark.parametrize("sizes", [(20, 0, 4), (3, 9, 2)])
+def test_a_kernel_is_given_the_groups_of_its_rows(gradient: Any, sizes: Any) -> None:
+    """Rows of groups stay where they are; some lie behind the last group."""
+    kernel = own_grouped if gradient == "kernel" else grouped
+    multiply = partition_like(kernel, jax.lax.ragged_dot, gradient=gradient)
+
+    def step(p: Any, batch: Any) -> Any:
+        def loss(p: Any) -> jax.Array:
+            out = multiply(batch["x"], p["w"], batch["sizes"])
+            return jnp.square(jnp.tanh(out)).mean()
+
+        value, grads = jax.value_and_grad(loss)(p)
+        return jax.tree.map(lambda a, g: a - g, p, grads), value
+
+    x = jax.random.normal(jax.random.key(8), (24, 6))
+    batch = {"x": x, "sizes": jnp.array(sizes)}
+    specs = {"x": P("data"), "sizes": P()}
+    state = {"w": jax.random.normal(jax.random.key(9), (3, 6, 8))}
+    options = {"batch_spec": specs, "min_size": 0, "stationary": False}
+    assert_parity(step, MESH, state, batch, **options)
+    plan = shardfn.fully_shard(step, MESH, **options).plan(state, batch)
+    assert [c.path for c in plan.collectives if c.shape] == ["w", "w"]
+
+
+def both(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+    return jax.lax.ragged_dot(x, w, sizes) + jax.lax.ragged_dot(2 * x, w, sizes)
+
+
+ROWS_SPLIT = "a b, c b d, e -> a d  reduce={b}  whole={c, e}"
+ROWS_WHOLE = "a b, c b d, e -> a d  reduce={b}  whole={a, c, e}"
+
+
+@pytest.mark.parametrize(
+    ("reference", "expected"),
+    [
+        (jax.lax.ragged_dot, ROWS_SPLIT),
+        (both, ROWS_SPLIT),
+        (lambda x, w, sizes: jax.lax.ragged_dot(x, w, sizes // 2), ROWS_WHOLE),
+        (
+            lambda x, w, sizes: (
+                jax.lax.ragged_dot(x, w, sizes) * sizes.max().astype(x.dtype)
+            ),
+            ROWS_WHOLE,
+        ),
+        (lambda x, w, sizes: both(x, w, sizes) + sizes[0].astype(x.dtype), ROWS_WHOLE),
+    ],
+)
+def test_sizes_of_groups_are_cut_where_they_are_nothing_else(reference, expected):
+    args = jnp.zeros((24, 6)), jnp.zeros((3, 6, 8)), jnp.zeros(3, jnp.int32)
+    eqns = jax.make_jaxpr(partition_like(reference, reference))(*args).eqns
+    rule = rule_of(eqns[0].params["call_jaxpr"].eqns[-1])
+    text = str(rule).partition("  blocks")[0]
+    assert text.replace("reduce={b}  ", "") == expected.replace("reduce={b}  ", "")
 
 
 def test_results_of_other_types_are_refused():
