@@ -1,7 +1,7 @@
-"""Splits the batch again after an op that needs it whole.
+"""Splits the batch again after an op that needs it whole, or selects rows of it.
 
-In: an op that gathered the batch and the shardings of its results. Out: those
-shardings, split where the batch lies in them.
+In: an op that gathered the batch, or made terms of some of its rows, and the shardings
+of its results. Out: those shardings, split where the batch lies in them.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from typing import Any
 
 from shardfn._core.op_sharding_rule import OpShardingRule
 from shardfn._core.resharding import can_split
-from shardfn._core.sharding import Axes, Sharding, Split, on_axis
+from shardfn._core.sharding import Axes, AxisSharding, Sharding, Split, on_axis
 from shardfn._propagation.preferences import Preferences
 
 
@@ -26,7 +26,8 @@ def resplit_batch(
     split.
 
     A reshape into microbatches, a sort or a shuffle of the examples takes the batch
-    whole. Without this, all that follows would run on the whole batch on every device.
+    whole, a slice takes some of its rows. Without this, all that follows would run on
+    all of these rows on every device.
 
     Args:
       rule: the op's rule, if it has one.
@@ -42,15 +43,13 @@ def resplit_batch(
     """
     out = list(made)
     for axis in range(len(axes.names)):
-        gathered = [
+        taken = [
             (i, state[axis])
             for i, (state, need) in enumerate(zip(states, needed, strict=True))
-            if isinstance(state[axis], Split) and need[axis] is None
+            if need[axis] is None or _selects(rule, i, state[axis])
         ]
-        batch = [
-            (i, s.dim) for i, s in gathered if isinstance(s, Split) and not s.stored
-        ]
-        if not batch or any(s[axis] is not None for s in made):
+        batch = [(i, s.dim) for i, s in taken if isinstance(s, Split) and not s.stored]
+        if not batch or any(isinstance(s[axis], Split) for s in made):
             continue
         for j, aval in enumerate(result_avals):
             if preferences[j][axis] == frozenset({None}):
@@ -61,6 +60,15 @@ def resplit_batch(
                     out[j] = on_axis(out[j], axis, split)
                     break
     return out
+
+
+def _selects(rule: OpShardingRule | None, i: int, state: AxisSharding) -> bool:
+    """Whether the op selects some of the rows along which operand `i` is split, so that
+    each device gives terms: those rows that it has."""
+    if rule is None or not rule.picks or not isinstance(state, Split) or state.dim < 0:
+        return False
+    factors = rule.operands[i][state.dim]
+    return any(rule.reducer(factor) is not None for factor in factors)
 
 
 def _batch_dims(
