@@ -24,9 +24,8 @@ wire. 50304 rows over 8 devices, 6288 each, were 6384."""
 # What each operation splits
 
 FREE_ROUNDS = 5
-"""Rounds of propagation in which a value's preferred shardings may change freely.
-After them preferences can only grow, so that rounds that go back and forth come to
-an end. When the rounds after them came to be, no plan of 127 programs changed."""
+"""Rounds of propagation in which a value's preferred shardings may change freely. After
+them preferences can only grow, so that rounds that go back and forth come to an end."""
 
 GROWTH = 2
 """How many times the elements of its stored operands a result has to exceed for these
@@ -37,8 +36,7 @@ FEW_SELECTED = Fraction(1, 2)
 all-reduced: that sends twice the selection, a gather once what it selects from."""
 
 EXCHANGE_SHARE = 0.2
-"""The part of what an op makes move of the batch that has to be saved for its rows to
-be exchanged for parts of all rows, and back: at two to three devices little is."""
+"""The part that has to be saved for rows to be exchanged for parts of all rows."""
 
 LOOP_BYTES = 2**26
 """What a loop may hold whole unless the user said otherwise, in bytes: the sums it
@@ -46,8 +44,7 @@ carries unreduced and, by themselves, the weights that all of its iterations sha
 
 REGROUP_PERMUTES = 8
 """The most permutes that rows take to become blocks of each microbatch, where devices
-do not divide how many these are: a padded all-to-all has the latency of one, and sends
-half of a batch where two microbatches are split over devices, whatever their number."""
+do not divide how many these are; a padded all-to-all sends half of a batch for two."""
 
 # What comes from the host's memory
 

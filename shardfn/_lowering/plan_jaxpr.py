@@ -211,7 +211,7 @@ class Planner:
             named = not stays.isdisjoint(self.program.leaf(value))
             if named and can_stay(sharding):
                 inputs[i] = stationary(sharding)
-                if required[i] == sharding:
+                if i < len(required) and required[i] == sharding:
                     required[i] = inputs[i]
         return inputs, required
 

@@ -50,12 +50,13 @@ def exchange_rows(site: OpSite, decision: Decision) -> Decision:
         goals = _goals(site, decision, axis) if count > 1 else None
         if goals is None:
             continue
-        now = _price(site, decision, goals)
-        for factor, other in _others(site, decision, forced, axis) if now else ():
-            price = _price(site, other, goals)
-            if price <= (1 - EXCHANGE_SHARE) * now:
+        now = _sent(site, decision, goals)
+        for factor, other in _others(site, decision, forced, axis) if now[1] else ():
+            sent = _sent(site, other, goals)
+            saves = _price(sent) <= (1 - EXCHANGE_SHARE) * _price(now)
+            if saves and sent[0] <= now[0]:
                 forced[axis] = factor
-                now, decision = price, replace(other, results=goals)
+                now, decision = sent, replace(other, results=goals)
     if forced:
         decision = replace(decision, notes=(*decision.notes, EXCHANGED))
     return decision
@@ -110,8 +111,15 @@ def _others(
             yield factor, decided
 
 
-def _price(site: OpSite, decision: Decision, goals: Sequence[Sharding]) -> float:
-    """Bytes that a device sends of the batch, and those of the latencies of that."""
+def _price(sent: tuple[float, int]) -> float:
+    """Bytes, and those that could be sent while collectives begin."""
+    return sent[0] + sent[1] * LATENCY_BYTES
+
+
+def _sent(
+    site: OpSite, decision: Decision, goals: Sequence[Sharding]
+) -> tuple[float, int]:
+    """Bytes that a device sends of the batch, and in how many collectives."""
     moved = [
         (aval, state, needed)
         for aval, kind, state, needed in zip(
@@ -124,13 +132,13 @@ def _price(site: OpSite, decision: Decision, goals: Sequence[Sharding]) -> float
         if kind != ZERO and not any(isinstance(s, Split) and s.stored for s in state)
     ]
     moved += zip(site.result_avals, decision.made, goals, strict=True)
-    price = 0.0
+    sent, collectives = 0.0, 0
     for aval, start, end in moved:
         ends = without_origin(start), without_origin(end)
         if ends[0] == ends[1]:
             continue
         for move in moves_of(reshard_path(*ends, aval.shape, site.axes)):
             if move.communicates:
-                sent = move.wire_bytes(aval.shape, site.axes, itemsize(aval))
-                price += sent + LATENCY_BYTES
-    return price
+                sent += move.wire_bytes(aval.shape, site.axes, itemsize(aval))
+                collectives += 1
+    return sent, collectives

@@ -283,7 +283,7 @@ def test_bodies_are_part_of_the_program() -> None:
 def test_equal_layers_are_decided_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """So planning twice as many takes no more decisions, and visits each twice."""
     asked, decided = 0, 0
-    decide, op = decide_node.Decider.decide, decide_node.Decider.op
+    decide, op = decide_node.Decider.decide, decide_node.Decider.site
 
     def counting_decide(*args):
         nonlocal asked
@@ -296,7 +296,7 @@ def test_equal_layers_are_decided_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return op(*args)
 
     monkeypatch.setattr(decide_node.Decider, "decide", counting_decide)
-    monkeypatch.setattr(decide_node.Decider, "op", counting_op)
+    monkeypatch.setattr(decide_node.Decider, "site", counting_op)
 
     def step(layers, x):
         def loss_fn(layers):

@@ -166,3 +166,39 @@ def test_plans_that_are_compared_share_what_they_decide(
     shardfn.fully_shard(step, cpu_mesh(8), min_size=0).plan(state, batch)
     assert calls["plan"] > 20
     assert calls["site"] < 100 * calls["plan"]  # 185 if each plan begins anew
+
+
+def test_a_buffer_that_takes_rows_of_the_batch() -> None:
+    """Rows of the batch are named after the leaf that they are written into, and there
+    are more of them than results behind the state."""
+
+    def put(buffer: jax.Array, rows: jax.Array, at: jax.Array) -> jax.Array:
+        zeros = (jnp.zeros_like(at),) * (rows.ndim - 1)
+        return jax.lax.dynamic_update_slice(buffer, rows, (at, *zeros))
+
+    def step(state: Any, rows: Any) -> Any:
+        buffer = {k: put(state["buffer"][k], rows[k], state["at"]) for k in rows}
+        drawn = jax.random.randint(jax.random.key(0), (32,), 0, 4096)
+        seen = {k: b[drawn] for k, b in buffer.items()}
+
+        def loss_fn(w: jax.Array) -> jax.Array:
+            gap = jnp.tanh(seen["now"] @ w) - seen["next"] @ w + seen["gain"][:, None]
+            return jnp.mean(gap**2)
+
+        loss, grad = jax.value_and_grad(loss_fn)(state["w"])
+        new = {"w": state["w"] - grad, "buffer": buffer, "at": state["at"] + 16}
+        return new, loss
+
+    def made(rows: int) -> Any:
+        keys = jax.random.split(jax.random.key(rows), 3)
+        shapes = {"now": (rows, 64), "next": (rows, 64), "gain": (rows,)}
+        pairs = zip(shapes.items(), keys, strict=True)
+        return {n: jax.random.normal(key, shape) for (n, shape), key in pairs}
+
+    w = jax.random.normal(jax.random.key(1), (64, 64)) / 8
+    state, rows = {"buffer": made(4096), "w": w, "at": jnp.int32(0)}, made(16)
+    run = shardfn.fully_shard(step, cpu_mesh(8), min_size=0, shard_for=(state, rows))
+    new, loss = run(run.shard(state), rows)
+    expected, expected_loss = jax.jit(step)(state, rows)
+    assert_same(expected, run.unshard(new), "state", tol=1e-4)
+    assert_same(expected_loss, loss, "loss", tol=1e-4)
