@@ -6,25 +6,22 @@ exchange rows of the batch for parts of all rows in front of the op, and back be
 What is before and after that stays as it is.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from shardfn._core.limits import EXCHANGE_SHARE, LATENCY_BYTES
 from shardfn._core.moves import moves_of
 from shardfn._core.program import ZERO
 from shardfn._core.reasons import Note
-from shardfn._core.resharding import can_split, reshard_path
+from shardfn._core.resharding import reshard_path
 from shardfn._core.sharding import (
-    Sharding,
     Split,
     Unreduced,
-    on_axis,
     without_origin,
 )
 from shardfn._core.sizes import itemsize
 from shardfn._propagation.decision import Decision
 from shardfn._propagation.op_strategy import OpSite
-from shardfn._propagation.preferences import preferred
 from shardfn._propagation.stationary import meets_stationary
 
 EXCHANGED = Note(
@@ -42,52 +39,39 @@ def exchange_rows(site: OpSite, decision: Decision) -> Decision:
       decision: how it runs, with the shardings in which its results are left.
 
     Returns:
-      The decision, or one that leaves its results alike. Terms of a sum are summed
-      then, even if other operations would have let them through.
+      The decision, or one that leaves its results alike.
     """
     forced: dict[int, str] = {}
     for axis, count in enumerate(site.axes.sizes):
-        goals = _goals(site, decision, axis) if count > 1 else None
-        if goals is None:
+        if count == 1 or not _moves_rows(site, decision, axis):
             continue
-        now = _sent(site, decision, goals)
+        now = _sent(site, decision)
         for factor, other in _others(site, decision, forced, axis) if now[1] else ():
-            sent = _sent(site, other, goals)
+            other = replace(other, results=decision.results)
+            sent = _sent(site, other)
             saves = _price(sent) <= (1 - EXCHANGE_SHARE) * _price(now)
             if saves and sent[0] <= now[0]:
                 forced[axis] = factor
-                now, decision = sent, replace(other, results=goals)
+                now, decision = sent, other
     if forced:
         decision = replace(decision, notes=(*decision.notes, EXCHANGED))
     return decision
 
 
-def _goals(site: OpSite, decision: Decision, axis: int) -> tuple[Sharding, ...] | None:
-    """The shardings of the results, with terms of sums split like rows of the batch;
-    None where they are not to be, or an operand is not split so."""
-    rows = [s[axis] for s in site.states if isinstance(s[axis], Split)]
-    if not any(not s.stored for s in rows if isinstance(s, Split)):
-        return None
+def _moves_rows(site: OpSite, decision: Decision, axis: int) -> bool:
+    """Whether the op takes rows of the batch, and what it makes are none but rows: no
+    gradient of a leaf, nor terms that are summed with others later."""
+    splits = [state[axis] for state in site.states]
+    if not any(isinstance(s, Split) and not s.stored for s in splits):
+        return False
     if meets_stationary(axis, site.states, site.preferences):
-        return None
-    goals = []
-    for made, result, aval, preferences in zip(
-        decision.made,
-        decision.results,
-        site.result_avals,
-        site.preferences,
-        strict=True,
-    ):
-        goal = result[axis]
-        if isinstance(goal, Unreduced):
-            goal = preferred(preferences[axis])
-            if goal and not can_split(aval.shape, result, axis, goal, site.axes):
-                return None
-        is_sum = isinstance(made[axis], Unreduced)
-        if is_sum and not (isinstance(goal, Split) and not goal.stored):
-            return None
-        goals.append(on_axis(result, axis, goal))
-    return tuple(goals)
+        return False
+    for made, result in zip(decision.made, decision.results, strict=True):
+        left = result[axis]
+        of_rows = isinstance(left, Split) and not left.stored
+        if isinstance(made[axis], Unreduced) and not of_rows:
+            return False
+    return True
 
 
 def _others(
@@ -116,9 +100,7 @@ def _price(sent: tuple[float, int]) -> float:
     return sent[0] + sent[1] * LATENCY_BYTES
 
 
-def _sent(
-    site: OpSite, decision: Decision, goals: Sequence[Sharding]
-) -> tuple[float, int]:
+def _sent(site: OpSite, decision: Decision) -> tuple[float, int]:
     """Bytes that a device sends of the batch, and in how many collectives."""
     moved = [
         (aval, state, needed)
@@ -131,7 +113,7 @@ def _sent(
         )
         if kind != ZERO and not any(isinstance(s, Split) and s.stored for s in state)
     ]
-    moved += zip(site.result_avals, decision.made, goals, strict=True)
+    moved += zip(site.result_avals, decision.made, decision.results, strict=True)
     sent, collectives = 0.0, 0
     for aval, start, end in moved:
         ends = without_origin(start), without_origin(end)
