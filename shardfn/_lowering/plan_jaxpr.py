@@ -18,8 +18,9 @@ from shardfn._core.sharding import Axes, Sharding, stored_shape
 from shardfn._core.stages import Observer, unobserved
 from shardfn._lowering.choose_owners import OwnersChoice, choose_owners
 from shardfn._lowering.choose_stationary import StationaryChoice, choose_stationary
-from shardfn._lowering.sent_bytes import Made, uses_of
+from shardfn._lowering.sent_bytes import Made, sent, uses_of
 from shardfn._propagation.automatic_axes import split_automatically
+from shardfn._propagation.exchange_rows import exchanges_rows
 from shardfn._propagation.propagate import Known, propagate
 from shardfn._propagation.stationary import can_stay, is_padded, stationary
 from shardfn._schedule.host_transfers import host_transfers
@@ -129,8 +130,9 @@ class Planner:
     `plan_jaxpr`.
 
     Attributes:
-      known: by program, and by `whole` of `propagate`, what earlier plans decided: each
-        choice plans the program many times, and most of it stays as it was.
+      known: by program, and by `whole` and `exchange` of `propagate`, what earlier
+        plans decided: each choice plans the program many times, and most of it stays as
+        it was.
     """
 
     program: Program
@@ -140,7 +142,7 @@ class Planner:
     small: int
     control: Control
     facts: StepFacts | None
-    known: dict[tuple[Program, bool], Known] = field(default_factory=dict)
+    known: dict[tuple[Program, bool, bool], Known] = field(default_factory=dict)
 
     def choose(self) -> tuple[Made, StationaryChoice]:
         """The plan that sends least, of those with leaves staying that may."""
@@ -178,11 +180,30 @@ class Planner:
         observe: Observer = unobserved,
     ) -> tuple[Program, BodyPlan]:
         """The program, and its plan with these leaves staying; `whole` as of
-        `propagate`."""
+        `propagate`. Rows are exchanged if the step then sends less: one gather may be
+        for several operations, or in front of a loop."""
+        made, exchange = self.with_exchanges(stays, whole), True
+        if exchanges_rows(made[1]):
+            other = self.with_exchanges(stays, whole, exchange=False)
+            if sent(*other, self.axes).price < sent(*made, self.axes).price:
+                made, exchange = other, False
+        if observe is unobserved:
+            return made
+        return self.with_exchanges(stays, whole, exchange, observe)
+
+    def with_exchanges(
+        self,
+        stays: frozenset[str],
+        whole: bool,
+        exchange: bool = True,
+        observe: Observer = unobserved,
+    ) -> tuple[Program, BodyPlan]:
+        """The same, with rows of the batch exchanged or not, where an operation by
+        itself sends less so."""
         program, axes, control = self.program, self.axes, self.control
         inputs, required = self.marked(stays)
-        known = self.known.setdefault((program, whole), Known())
-        asked = axes, self.small, control, whole
+        known = self.known.setdefault((program, whole, exchange), Known())
+        asked = axes, self.small, control, whole, exchange
         body = propagate(program, inputs, required, *asked, known)
         even = required
         if self.facts is not None:

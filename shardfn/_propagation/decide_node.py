@@ -41,6 +41,7 @@ class Decider:
       sources: the least bytes of what each value is made of alone, where leaves are
         stationary.
       whole: whether small sums behind these are all-reduced.
+      exchange: whether rows of the batch are exchanged where an op sends less so.
       fed: by leaf, the mesh axis along which gradients stay terms for a residual.
     """
 
@@ -53,6 +54,7 @@ class Decider:
     known: dict[Hashable, Decision]
     sources: Mapping[int, int]
     whole: bool = False
+    exchange: bool = True
     fed: Mapping[Names, int] = field(default_factory=dict)
 
     @property
@@ -80,7 +82,8 @@ class Decider:
                 site = self.site(node, node.rule, states, preferences, sources)
                 decision = site.decide()
                 decision = self.reduced(node, decision, states, preferences, now)
-                decision = exchange_rows(site, decision)
+                if self.exchange:
+                    decision = exchange_rows(site, decision)
                 self.known[key] = decision
             return decision
         if node.kind == "op":

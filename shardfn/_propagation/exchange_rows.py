@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from shardfn._core.limits import EXCHANGE_SHARE, LATENCY_BYTES
 from shardfn._core.moves import moves_of
+from shardfn._core.plan import Apply, BodyPlan
 from shardfn._core.program import ZERO
 from shardfn._core.reasons import Note
 from shardfn._core.resharding import reshard_path
@@ -56,6 +57,16 @@ def exchange_rows(site: OpSite, decision: Decision) -> Decision:
     if forced:
         decision = replace(decision, notes=(*decision.notes, EXCHANGED))
     return decision
+
+
+def exchanges_rows(body: BodyPlan) -> bool:
+    """Whether a plan has such an op."""
+    return any(
+        any(map(exchanges_rows, step.bodies))
+        if isinstance(step, Apply)
+        else step.cause is not None and EXCHANGED in step.cause.notes
+        for step in body.steps
+    )
 
 
 def _moves_rows(site: OpSite, decision: Decision, axis: int) -> bool:

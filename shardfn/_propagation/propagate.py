@@ -61,6 +61,7 @@ class Solver:
         cost latency, not bytes.
       control: which sums of loops to leave unreduced until after them.
       whole: whether small sums behind stationary leaves are all-reduced.
+      exchange: whether rows of the batch are exchanged where an op sends less so.
       fed: by leaf, the mesh axis along which gradients stay terms for a residual.
       known: what was decided before.
     """
@@ -69,6 +70,7 @@ class Solver:
     small: int
     control: Control
     whole: bool = False
+    exchange: bool = True
     fed: Mapping[Names, int] = field(default_factory=dict)
     known: Known = field(default_factory=Known)
 
@@ -131,6 +133,7 @@ class Solver:
             self.known.ops,
             least_sources(program) if stays else {},
             self.whole and stays,
+            self.exchange,
             self.fed,
         )
 
@@ -253,6 +256,7 @@ def propagate(
     small: int,
     control: Control = NOTHING_ASKED,
     whole: bool = False,
+    exchange: bool = True,
     known: Known | None = None,
 ) -> BodyPlan:
     """Plans a whole step.
@@ -266,6 +270,7 @@ def propagate(
       control: what is asked of the sums that loops accumulate.
       whole: whether small sums behind stationary leaves are all-reduced, rather than
         scattered to be gathered again.
+      exchange: whether rows of the batch are exchanged where an op sends less so.
       known: what plans of this program decided that differ in `inputs` and `required`
         alone; this one adds to it. The program must live as long.
 
@@ -273,7 +278,7 @@ def propagate(
       The plan of the step, before any schedule pass.
     """
     fed = _fed(program, axes)
-    solver = Solver(axes, small, control, whole, fed, known or Known())
+    solver = Solver(axes, small, control, whole, exchange, fed, known or Known())
     preferences = [
         tuple(frozenset({s}) if isinstance(s, Split) else frozenset({None}) for s in r)
         if r is not None

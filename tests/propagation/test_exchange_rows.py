@@ -25,7 +25,8 @@ ANYWHERE = np.random.default_rng(4).integers(0, ROWS, ROWS)
 @pytest.fixture
 def bytes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Arrays of tests are too small for a further collective to be worth it."""
-    monkeypatch.setattr("shardfn._propagation.exchange_rows.LATENCY_BYTES", 0)
+    for module in ("_propagation.exchange_rows", "_lowering.sent_bytes"):
+        monkeypatch.setattr(f"shardfn.{module}.LATENCY_BYTES", 0)
 
 
 def sorted_by(x: jax.Array) -> jax.Array:
@@ -87,9 +88,9 @@ def trained(
     return train_step, state, x
 
 
-def moved(step: Any, state: Any, x: Any) -> set[str]:
+def moved(step: Any, state: Any, x: Any, *rest: Any) -> set[str]:
     """Collectives that move rows of features, in any pass."""
-    collectives = step.plan(state, x).collectives
+    collectives = step.plan(state, x, *rest).collectives
     return {c.op for c in collectives if {*x.shape} <= {*c.shape} and not c.path}
 
 
@@ -127,6 +128,40 @@ def test_a_collective_more_is_worth_some_bytes() -> None:
     assert "all_to_all" not in moved(step, state, x)
     wide = jax.ShapeDtypeStruct((2**18, WIDTH), jnp.float32)
     assert moved(step, state, wide) == {"all_to_all"}
+
+
+def looked_up_often(p: Any, x: jax.Array, numbers: jax.Array) -> Any:
+    """One gather of the rows is for all eight lookups."""
+    found = (jnp.sin(x[numbers[:, i]] * (i + 1)) for i in range(8))
+    return p, jnp.mean(sum(found, jnp.zeros_like(x)) ** 2)
+
+
+def looked_up_in_a_loop(p: Any, x: jax.Array, numbers: jax.Array) -> Any:
+    """One gather in front of the loop is for all iterations."""
+
+    def add(total: jax.Array, i: jax.Array) -> tuple[jax.Array, None]:
+        return total + jnp.sin(x[numbers[:, i]]), None
+
+    total, _ = lax.scan(add, jnp.zeros_like(x), jnp.arange(8))
+    return p, jnp.mean(total**2)
+
+
+@pytest.mark.parametrize("step", [looked_up_often, looked_up_in_a_loop])
+def test_the_whole_step_has_to_send_less(
+    step: Any, bytes_alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(0)
+    p = {"gain": jnp.ones(WIDTH)}
+    x = jnp.asarray(rng.normal(size=(ROWS, WIDTH)), jnp.float32)
+    numbers = jnp.asarray(rng.integers(0, ROWS, (ROWS, 8)), jnp.int32)
+    run = shardfn.fully_shard(step, cpu_mesh(4), min_size=64)
+    assert "all_to_all" not in moved(run, p, x, numbers)
+    _, loss = run(run.shard(p), x, numbers)
+    np.testing.assert_allclose(loss, jax.jit(step)(p, x, numbers)[1], rtol=1e-5)
+    at = "shardfn._lowering.plan_jaxpr.exchanges_rows"
+    monkeypatch.setattr(at, lambda body: False)
+    by_itself = shardfn.fully_shard(step, cpu_mesh(4), min_size=64)
+    assert "all_to_all" in moved(by_itself, p, x, numbers)
 
 
 def test_the_plan_says_why(bytes_alone: None) -> None:
