@@ -116,8 +116,8 @@ class _Composer:
       known_as: the factors that a factor was found to be, major to minor.
       whole: factors that must not be split.
       arguments: the values of the function's arguments.
-      read: each value that an operation reads, with the factor along whose groups it
-        has the sizes, if it does.
+      read: each value that an operation reads or the function returns, with the factor
+        along whose groups it has the sizes, if it is read for these.
     """
 
     sizes: list[int] = field(default_factory=list)
@@ -199,8 +199,11 @@ class _Composer:
         if rule is None or eqn.effects or eqn.primitive in _PLACED:
             self.keep_whole(f for v in every for dim in v.dims for f in dim)
             self.stop_sums(operands)
+            self.read += [(value, None) for value in operands]
             return results
         own = {name: self.factor(size) for name, size in rule.sizes}
+        along = {operand: own[name] for name, operand in rule.groups}
+        self.read += [(value, along.get(i)) for i, value in enumerate(operands)]
         sides = (*rule.operands, *rule.results)
         for value, dims in zip(every, sides, strict=True):
             for mine, dim in zip(value.dims, dims, strict=True):
@@ -210,9 +213,6 @@ class _Composer:
             stay |= _of_one_side(rule)
         stay |= {name for name, kind in rule.reduce if kind != "sum"}
         stay |= {n for n in own if not rule.is_splittable(n)}
-        sizes_of = {operand: own[name] for name, operand in rule.groups}
-        for i, value in enumerate(operands):
-            self.read.append((value, sizes_of.get(i)))
         self.keep_whole(own[name] for name in stay)
         summed = [own[name] for name, kind in rule.reduce if kind == "sum"]
         passed = self.passed(rule, every, operands)
@@ -264,6 +264,7 @@ class _Composer:
         used = list(dict.fromkeys(f for v in dims for d in v for f in d))
         names = dict(zip(used, factor_names(len(used)), strict=True))
         sums = [frozenset(self.found(v.terms)) for v in results]
+        self.read += [(value, None) for value in results]
         groups = self.groups()
         outs = [{f for d in v for f in d} for v in dims[len(inputs) :]]
         whole, reduce = set(), []

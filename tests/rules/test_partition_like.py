@@ -208,6 +208,13 @@ def both(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
             False,
         ),
         (lambda x, w, sizes: both(x, w, sizes) + sizes[0].astype(x.dtype), False),
+        (
+            lambda x, w, sizes: (
+                both(x, w, sizes) + sizes[jnp.array([2])].astype(x.dtype)
+            ),
+            False,
+        ),
+        (lambda x, w, sizes: (jax.lax.ragged_dot(x, w, sizes), sizes), False),
     ],
 )
 def test_sizes_of_groups_are_cut_where_they_are_nothing_else(reference, is_split):
