@@ -28,19 +28,22 @@ import beside
 import jax
 import jax.numpy as jnp
 import optax
-from criteria_cases import TORUS, Model
+from criteria_cases import CHIPS, Case, Model
 from criteria_models import attend, init, narrow, norm
+from criteria_programs import ADAMW, update
 from jax.sharding import Mesh, NamedSharding
 
 import shardfn
 from shardfn.analysis import targets
 
 MIXTRAL = Model("llama", 32, 4096, 32, 128, 14336, 32000, 4096, rows=1, kv_heads=8)
-CASES = {"mixtral-64": (MIXTRAL, 64), "mixtral-8": (replace(MIXTRAL, layers=4), 8)}
+_CASES = (
+    Case("mixtral-64", MIXTRAL, 64),
+    Case("mixtral-8", replace(MIXTRAL, layers=4), 8),
+)
+CASES = {case.name: case for case in _CASES}
 EXPERTS, CHOSEN = 8, 2
-CHIPS = ("h100", "v5p")
 PROGRAMS = ("shardfn", "jit", "constrained")
-ADAMW = optax.adamw(3e-4, b2=0.95, weight_decay=0.1)
 RESULTS = Path(__file__).parent / "results" / "ragged_experts.json"
 HEADER = ("case", "chip", "program", "sent", "of M", "peak temporary", "predicted")
 
@@ -99,11 +102,7 @@ def make_step(model: Model, rows: Constrain = lambda x: x) -> Callable[..., Any]
     def train_step(state: Any, batch: Any) -> Any:
         loss_of = functools.partial(mean_loss, model=model, rows=rows)
         loss, grads = jax.value_and_grad(loss_of)(state["params"], batch)
-        updates, opt = ADAMW.update(grads, state["opt"], state["params"])
-        return {
-            "params": optax.apply_updates(state["params"], updates),
-            "opt": opt,
-        }, loss
+        return update(state, grads), loss
 
     return train_step
 
@@ -115,10 +114,10 @@ def constrain(mesh: Mesh) -> Constrain:
 
 def measured(name: str, chip: str, program: str, shown: bool = False) -> dict[str, Any]:
     """Compiles one program; a row of JSON, with `error` if the compiler refuses."""
-    model, devices = CASES[name]
-    target = f"tpu:v5p:{TORUS[devices]}" if chip == "v5p" else f"{chip}:{devices}"
+    case = CASES[name]
+    model, target = case.model, case.target(chip)
     mesh = targets.mesh(target)
-    tokens = jax.ShapeDtypeStruct((model.rows * devices, model.context), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((model.rows * case.devices, model.context), jnp.int32)
     state = jax.eval_shape(functools.partial(create, model))
     args = state, {"inputs": tokens, "targets": tokens}
     step = shardfn.fully_shard(make_step(model), mesh)

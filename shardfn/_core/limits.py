@@ -36,7 +36,8 @@ FEW_SELECTED = Fraction(1, 2)
 all-reduced: that sends twice the selection, a gather once what it selects from."""
 
 EXCHANGE_SHARE = 0.2
-"""The part that has to be saved for rows to be exchanged for parts of all rows."""
+"""The part of what an op makes move of the batch that has to be saved for its rows to
+be exchanged for parts of all rows, and back: of two devices each sends as much."""
 
 LOOP_BYTES = 2**26
 """What a loop may hold whole unless the user said otherwise, in bytes: the sums it
@@ -44,7 +45,8 @@ carries unreduced and, by themselves, the weights that all of its iterations sha
 
 REGROUP_PERMUTES = 8
 """The most permutes that rows take to become blocks of each microbatch, where devices
-do not divide how many these are; a padded all-to-all sends half of a batch for two."""
+do not divide how many these are: a padded all-to-all has the latency of one, and sends
+half of a batch where two microbatches are split over devices, whatever their number."""
 
 # What comes from the host's memory
 
@@ -164,6 +166,9 @@ compiled, the last used: a program takes megabytes, and compiling it again secon
 minutes. Lengths in buckets are fewer; as many as there are lengths are no cache. 80
 shapes cost 2.3 MiB each."""
 
+STATIC_KINDS = 8
+"""Values of leaves that are no arrays, each compiled for, before a step warns."""
+
 KNOWN_STATES = 16
 """How many states that calls returned or read last are known again at once: as many
 alternate without a closer look. One of 600 leaves takes 50 KiB."""
@@ -274,11 +279,6 @@ ADVISED_SHARE = 0.03
 
 ADVISED = 2
 """Options that a report names at most."""
-
-# How many calls are alike
-
-STATIC_KINDS = 8
-"""Values of leaves that are no arrays, each compiled for, before a step warns."""
 
 # How much is shown
 

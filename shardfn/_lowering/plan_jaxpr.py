@@ -20,7 +20,7 @@ from shardfn._lowering.choose_owners import OwnersChoice, choose_owners
 from shardfn._lowering.choose_stationary import StationaryChoice, choose_stationary
 from shardfn._lowering.sent_bytes import Made, sent, uses_of
 from shardfn._propagation.automatic_axes import split_automatically
-from shardfn._propagation.exchange_rows import exchanges_rows
+from shardfn._propagation.exchange_rows import has_exchanges
 from shardfn._propagation.propagate import Known, propagate
 from shardfn._propagation.stationary import can_stay, is_padded, stationary
 from shardfn._schedule.host_transfers import host_transfers
@@ -183,7 +183,7 @@ class Planner:
         `propagate`. Rows are exchanged if the step then sends less: one gather may be
         for several operations, or in front of a loop."""
         made, exchange = self.with_exchanges(stays, whole), True
-        if exchanges_rows(made[1]):
+        if has_exchanges(made[1]):
             other = self.with_exchanges(stays, whole, exchange=False)
             if sent(*other, self.axes).price < sent(*made, self.axes).price:
                 made, exchange = other, False

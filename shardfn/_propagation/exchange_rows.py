@@ -59,10 +59,10 @@ def exchange_rows(site: OpSite, decision: Decision) -> Decision:
     return decision
 
 
-def exchanges_rows(body: BodyPlan) -> bool:
+def has_exchanges(body: BodyPlan) -> bool:
     """Whether a plan has such an op."""
     return any(
-        any(map(exchanges_rows, step.bodies))
+        any(map(has_exchanges, step.bodies))
         if isinstance(step, Apply)
         else step.cause is not None and EXCHANGED in step.cause.notes
         for step in body.steps
