@@ -171,7 +171,9 @@ def constrained(eqn: JaxprEqn, state: Sharding, axes: Axes) -> Sharding:
             out = on_axis(out, axis, now)
     for dim, size in enumerate(shape):
         parts = math.prod(
-            n for n, s in zip(axes.sizes, out, strict=True) if s == Split(dim)
+            n
+            for n, s in zip(axes.sizes, out, strict=True)
+            if isinstance(s, Split) and s.dim == dim and not s.stored
         )  # of the state, blocks may be padded
         if size % parts:
             raise ShardingError(

@@ -39,6 +39,8 @@ class Split:
         device holds its block of every run.
       stationary: True if the split comes from a leaf of the state that stays where it
         is: what meets it moves.
+      moved: True if rows of the batch are split otherwise than they came in, such as by
+        parts of each row: what meets rows that are as they came in is moved to them.
     """
 
     dim: int
@@ -47,6 +49,13 @@ class Split:
     shift: int = 0
     runs: int = 0
     stationary: bool = False
+    moved: bool = False
+
+    @property
+    def origin(self) -> tuple[bool, bool]:
+        """What orders splits: of the batch before the state, and of rows as they came
+        in before others."""
+        return self.stored, self.moved
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +150,9 @@ class Axes:
 
 
 def without_origin(sharding: Sharding) -> Sharding:
-    """`sharding` without the note whether a split comes from the batch or the state."""
+    """`sharding` without the notes where a split comes from."""
     return tuple(
-        replace(s, stored=False, group=0, stationary=False)
+        replace(s, stored=False, group=0, stationary=False, moved=False)
         if isinstance(s, Split)
         else s
         for s in sharding
@@ -157,7 +166,7 @@ def plain(split: Split) -> Split:
 
 def of_dim(split: Split, dim: int) -> Split:
     """A split of another dimension, from the same origin."""
-    return Split(dim, split.stored, stationary=split.stationary)
+    return Split(dim, split.stored, stationary=split.stationary, moved=split.moved)
 
 
 def on_axis(sharding: Sharding, axis: int, state: AxisSharding) -> Sharding:

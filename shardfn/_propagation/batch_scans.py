@@ -5,7 +5,7 @@ if its iterations do not depend on each other but for sums that they add to.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardfn._core.compat import ADDITIONS
@@ -52,7 +52,7 @@ def row_loop(
     rows: Sharding = tuple(Split(0) if n > 1 else None for n in axes.sizes)
     terms: Sharding = tuple(Unreduced() if n > 1 else None for n in axes.sizes)
     scanned = zip(node.sliced(avals), node.sliced(states), strict=True)
-    split = [aval.shape for aval, state in scanned if state == rows]
+    split = [aval.shape for aval, state in scanned if _as_came(state) == rows]
     if rows == axes.replicated or not split:
         return None
     if node.microbatches and _can_split_inside(split, axes):
@@ -69,6 +69,11 @@ def row_loop(
         operands=(*whole, *sums, *(rows,) * len(region.slices)),
         results=(*sums, *(rows,) * len(region.stacks)),
     )
+
+
+def _as_came(state: Sharding) -> Sharding:
+    """A sharding without the note that rows of the batch have been moved."""
+    return tuple(replace(s, moved=False) if isinstance(s, Split) else s for s in state)
 
 
 def _can_split_inside(shapes: Sequence[tuple[int, ...]], axes: Axes) -> bool:

@@ -159,7 +159,7 @@ class Carries:
                 state = preferred(self.preferences[k][axis])
             elif a is None:
                 state = b
-            elif isinstance(b, Split) and a.stored and not b.stored:
+            elif isinstance(b, Split) and b.origin < a.origin:
                 state = b
             fits = not isinstance(state, Split) or can_split(
                 self.avals[k].shape,

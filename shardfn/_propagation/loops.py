@@ -5,6 +5,7 @@ bodies.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from shardfn._core.limits import JOINED_BYTES
 from shardfn._core.plan import BodyPlan
@@ -98,7 +99,7 @@ def _scanned(site: FlowSite, i: int) -> Sharding:
             continue
         state = on_axis(state, axis, None)
         for dim in range(1, len(shape)):
-            other = of_dim(split, dim)
+            other = replace(of_dim(split, dim), moved=not split.stored)
             whole = shape[dim] % site.axes.sizes[axis] == 0
             if whole and can_split(shape, state, axis, other, site.axes):
                 state = on_axis(state, axis, other)

@@ -128,8 +128,7 @@ class OpSite(SplittableFactors):
             return forced, Split(0)
         if meets_stationary(axis, self.states, self.preferences):
             return self.least_moved(axis)
-        chosen = self.largest(axis)
-        return None if chosen is None else (chosen[0], Split(0, stored=chosen[1]))
+        return self.largest(axis)
 
     def least_moved(self, axis: int) -> tuple[str, Split] | None:
         """The same where a leaf is stationary."""
@@ -147,11 +146,12 @@ class OpSite(SplittableFactors):
             functools.partial(self.can_part, axis),
         ).choose()
 
-    def largest(self, axis: int) -> tuple[str, bool] | None:
+    def largest(self, axis: int) -> tuple[str, Split] | None:
         """The factor of the largest operands, of the batch before those of the state,
-        and whether it is a stored one, or None."""
+        and of rows as they came in before others, or None."""
         stored_factors: dict[str, int] = {}
         batch: dict[str, int] = {}
+        came, regroups = set[str](), False
         can_part = functools.cache(functools.partial(self.can_part, axis))
         for i, state in enumerate(self.states):
             split = state[axis]
@@ -161,19 +161,26 @@ class OpSite(SplittableFactors):
             kind = stored_factors if split.stored else batch
             if factor is not None and can_part(factor, split.stored):
                 kind[factor] = kind.get(factor, 0) + nbytes(self.operand_avals[i])
+                if not split.moved:
+                    came.add(factor)
             elif (run := self.run_factor(axis, i, split)) is not None:
                 batch[run] = batch.get(run, 0) + nbytes(self.operand_avals[i])
+                regroups = True
         preferred, open_to_split = self.preferred(axis, can_part)
+        if regroups and not came:  # it moves anyway: to rows as they came in, if it can
+            back = [f for f, s in preferred.items() if s.origin == (False, False)]
+            if back:
+                return back[0], preferred[back[0]]
         if batch:
-            best = max(batch, key=lambda f: (batch[f], f in preferred))
-            return best, False
-        for factor, stored in preferred.items():
-            if not stored and self.grows(axis):
+            best = max(batch, key=lambda f: (f in came, batch[f], f in preferred))
+            return best, Split(0, moved=best not in came)
+        for factor, origin in preferred.items():
+            if not origin.stored and self.grows(axis):
                 if stored_factors:
                     self.notes.append(GROWN)
-                return factor, False
-            if not stored and not stored_factors and open_to_split:
-                return factor, False
+                return factor, origin
+            if not origin.stored and not stored_factors and open_to_split:
+                return factor, origin
         if stored_factors:
             return self.cheapest(axis, stored_factors, preferred)
         if len(preferred) == 1 and open_to_split:
@@ -182,9 +189,10 @@ class OpSite(SplittableFactors):
 
     def preferred(
         self, axis: int, can_part: Callable[[str, bool], bool]
-    ) -> tuple[dict[str, bool], bool]:
-        """Factors that consumers prefer split; whether none prefers a result whole."""
-        factors: dict[str, bool] = {}
+    ) -> tuple[dict[str, Split], bool]:
+        """Factors that consumers prefer split, and of which origin; whether none
+        prefers a result whole."""
+        factors: dict[str, Split] = {}
         open_to_split = True
         for dims, preferences in zip(self.rule.results, self.preferences, strict=True):
             for preference in sorted(preferences[axis], key=repr):
@@ -193,7 +201,9 @@ class OpSite(SplittableFactors):
                     continue
                 factor = self.factor(dims, preference.dim)
                 if factor is not None and can_part(factor, preference.stored):
-                    factors[factor] = factors.get(factor, True) and preference.stored
+                    origin = Split(0, preference.stored, moved=preference.moved)
+                    known = factors.get(factor, origin)
+                    factors[factor] = min(known, origin, key=lambda s: s.origin)
         return factors, open_to_split
 
     def grows(self, axis: int) -> bool:
@@ -207,8 +217,8 @@ class OpSite(SplittableFactors):
         )
 
     def cheapest(
-        self, axis: int, stored_factors: dict[str, int], preferred: dict[str, bool]
-    ) -> tuple[str, bool] | None:
+        self, axis: int, stored_factors: dict[str, int], preferred: dict[str, Split]
+    ) -> tuple[str, Split] | None:
         """The stored factor for which least is gathered or reduced; None: gather
         all."""
 
@@ -220,7 +230,7 @@ class OpSite(SplittableFactors):
             return gathered + reduced, factor not in preferred
 
         best = min([*stored_factors, None], key=cost)
-        return None if best is None else (best, True)
+        return None if best is None else (best, Split(0, stored=True))
 
     def split(self, axis: int, factor: str, origin: Split) -> None:
         self.parts.append((factor, axis))

@@ -41,9 +41,9 @@ def split_as_preferred(
 
 def preferred(opinions: frozenset[Split | None]) -> Split | None:
     """The split that most of a value's cost hangs on: a stored one before a batch
-    one."""
+    one, and of these one of rows as they came in before others."""
     splits = [s for s in opinions if s is not None]
-    return min(splits, key=lambda s: (not s.stored, s.dim)) if splits else None
+    return min(splits, key=lambda s: (not s.stored, s.moved, s.dim)) if splits else None
 
 
 def union(preferences: Preferences, state: Sharding) -> Preferences:

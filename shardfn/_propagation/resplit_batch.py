@@ -55,7 +55,7 @@ def resplit_batch(
             if preferences[j][axis] == frozenset({None}):
                 continue
             for dim in _batch_dims(rule, batch, j, aval):
-                split = Split(dim)
+                split = Split(dim, moved=True)
                 if can_split(aval.shape, out[j], axis, split, axes):
                     out[j] = on_axis(out[j], axis, split)
                     break
