@@ -265,6 +265,7 @@ def assert_steps_alike(
     batch: Any,
     state: Any = None,
     steps: int = 2,
+    tol: float = 1e-4,
 ) -> Any:
     """The sharded state after some steps from `plain`, or from `state` if that is it
     stored: each step's loss and state are those of the plain step."""
@@ -273,6 +274,6 @@ def assert_steps_alike(
     for k in range(steps):
         plain, loss = run(plain, batch)
         state, sharded_loss = step(state, batch)
-        assert_same(loss, sharded_loss, f"step {k + 1}, loss", tol=1e-4)
-        assert_same(plain, step.unshard(state), f"step {k + 1}, state", tol=1e-4)
+        assert_same(loss, sharded_loss, f"step {k + 1}, loss", tol=tol)
+        assert_same(plain, step.unshard(state), f"step {k + 1}, state", tol=tol)
     return state

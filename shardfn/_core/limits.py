@@ -40,8 +40,8 @@ EXCHANGE_SHARE = 0.2
 be exchanged for parts of all rows, and back: of two devices each sends as much."""
 
 LOOP_BYTES = 2**26
-"""What a loop may hold whole unless the user said otherwise, in bytes: the sums it
-carries unreduced and, by themselves, the weights that all of its iterations share."""
+"""Bytes that a loop may hold whole beside one weight that an iteration gathers: of sums
+that it carries unreduced and, by themselves, of weights that all iterations share."""
 
 REGROUP_PERMUTES = 8
 """The most permutes that rows take to become blocks of each microbatch, where devices

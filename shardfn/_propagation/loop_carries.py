@@ -5,6 +5,7 @@ sharding per carry. Whatever the fixpoint ends at is correct, since the body's r
 are moved back to it.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,12 +25,17 @@ from shardfn._core.sharding import (
     Unreduced,
     on_axis,
 )
-from shardfn._core.sizes import nbytes
+from shardfn._core.sizes import elements, nbytes
 from shardfn._propagation.preferences import Preferences, preferred, split_as_preferred
 
 SUMMED = (
     "the sums that it carries take {} together, at most {} (limits.LOOP_BYTES), so "
     "they are reduced once, behind it"
+)
+OF_ONE = (
+    "the sums that it carries take {} together, {} of them of a weight as large as one "
+    "that it gathers whole, the others at most {} (limits.LOOP_BYTES), so they are "
+    "reduced once, behind it"
 )
 SCATTERED = (
     "the sums that it carries take {} together, more than {} (limits.LOOP_BYTES), so "
@@ -94,9 +100,10 @@ class Carries:
         """The carries that can stay unreduced until after the loop, and how.
 
         Those that are to be deferred do along every mesh axis, and so do all others if
-        they are small together. The rest is scattered in every iteration: split along
-        the axis of the stored state, and unreduced along the others, which takes no
-        more memory.
+        they are small together, but for one that is no larger than a weight that each
+        iteration gathers: a head's in a loop over parts of the tokens. The rest is
+        scattered in every iteration: split along the axis of the stored state, and
+        unreduced along the others, which takes no more memory.
         """
         plan = self.solve(carry)
         into = _reduced_into(self.body, plan)
@@ -109,14 +116,19 @@ class Carries:
             and (k in into or any(isinstance(s, Unreduced) for s in made))
         ]
         asked = {k: self.control.of(*self.leaf(k)).accumulate for k in found}
-        size = sum(nbytes(self.avals[k]) for k in found if asked[k] == "auto")
-        trial = list(carry)
-        if size:
-            text = SUMMED if size <= LOOP_BYTES else SCATTERED
+        auto = [self.avals[k] for k in found if asked[k] == "auto"]
+        size, most = sum(map(nbytes, auto)), _most_gathered(self.body, plan)
+        one = max((nbytes(x) for x in auto if elements(x) <= most), default=0)
+        whole = size - one <= LOOP_BYTES
+        if size > LOOP_BYTES and whole:
+            self.notes[:] = [Note("propagate", OF_ONE, (size, one, LOOP_BYTES))]
+        elif size:
+            text = SUMMED if whole else SCATTERED
             self.notes[:] = [Note("propagate", text, (size, LOOP_BYTES))]
+        trial = list(carry)
         for k in found:
-            small = asked[k] == "auto" and size <= LOOP_BYTES
-            trial[k] = self.terms(k, carry[k], small or asked[k] == "defer")
+            waits = whole if asked[k] == "auto" else asked[k] == "defer"
+            trial[k] = self.terms(k, carry[k], waits)
         if trial == carry:
             return {}
         made = self.solve(trial).output_shardings
@@ -174,6 +186,19 @@ class Carries:
                 history.add(state)
             out = on_axis(out, axis, state)
         return out
+
+
+def _most_gathered(body: Program, plan: BodyPlan) -> int:
+    """The most elements of a weight that a body, or a remat in it, gathers whole."""
+    most = 0
+    for step in plan.steps:
+        if isinstance(step, Reshard):
+            if step.gathers_state:
+                most = max(most, math.prod(step.shape))
+        elif body.nodes[step.node].kind == "remat":
+            inner = body.nodes[step.node].bodies[0], step.bodies[0]
+            most = max(most, _most_gathered(*inner))
+    return most
 
 
 def _reduced_into(body: Program, plan: BodyPlan) -> set[int]:

@@ -258,8 +258,8 @@ REASONS = {
         microbatched,
         {},
         "in",
-        r"loop_invariants: left the loop: what its iterations share takes .*, at most "
-        r"64\.0 MiB \(limits\.LOOP_BYTES\)",
+        "loop_invariants: left the loop: of what its iterations share, .*, all but the "
+        r"largest takes at most 64\.0 MiB \(limits\.LOOP_BYTES\)",
     ),
     "sums of a loop": (
         microbatched,

@@ -136,8 +136,8 @@ def test_what_cannot_be_split_is_reduced_once(monkeypatch) -> None:
     assert sums(case, "bias") == {("all_reduce", "data"): 1}
 
 
-def test_auto_defers_what_is_small_together(monkeypatch) -> None:
-    size = 2 * 16 * 32 * 4
+def test_auto_defers_what_is_small_beside_one_gathered_weight(monkeypatch) -> None:
+    size = 16 * 32 * 4
     for limit, times in ((size, 1), (size - 1, PARTS)):
         monkeypatch.setattr(loop_carries, "LOOP_BYTES", limit)
         case = sharded("auto", 4)

@@ -1,0 +1,114 @@
+"""The moves of a body's inputs that whoever runs the body could make in its place.
+
+In: a program and its plan. Out: these moves, by input, also of what a remat in the body
+is given; and the plan with others in their place.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step, reads
+from shardfn._core.program import Program
+from shardfn._schedule.versions import without_moves
+
+
+def moves_of_inputs(program: Program, plan: BodyPlan) -> dict[int, Reshard]:
+    """The move of each input that nothing but this move reads.
+
+    Args:
+      program: the program of a body.
+      plan: its plan.
+
+    Returns:
+      The moves, by the positions of the inputs. A move that is in a remat names values
+      of its program.
+    """
+    return dict(_found(program, plan))
+
+
+def _found(program: Program, plan: BodyPlan) -> Iterator[tuple[int, Reshard]]:
+    positions = {Ref(value): i for i, value in enumerate(program.inputs)}
+    readers = Counter(ref for step in plan.steps for ref in _reads(step))
+    readers.update(ref for ref in (*plan.outputs, *plan.exports) if ref is not None)
+    once = {ref: i for ref, i in positions.items() if readers[ref] == 1}
+    for step in plan.steps:
+        if isinstance(step, Reshard):
+            if step.source in once:
+                yield once[step.source], step
+        elif program.nodes[step.node].kind == "remat":
+            (inner,) = program.nodes[step.node].bodies
+            moves = moves_of_inputs(inner, step.bodies[0])
+            for k, ref in enumerate(step.operands):
+                if ref in once and k in moves:
+                    yield once[ref], moves[k]
+
+
+def _reads(step: Step) -> Iterator[Ref]:
+    """What a step reads, as often as it does: a remat that is given a value twice
+    might need it in two ways."""
+    if isinstance(step, Apply):
+        operands = [ref for ref in step.operands if ref is not None]
+        yield from operands
+        yield from set(reads(step)).difference(operands)
+    else:
+        yield from set(reads(step))
+
+
+def with_moves(
+    program: Program, plan: BodyPlan, instead: Mapping[int, Reshard | None]
+) -> BodyPlan:
+    """The plan of a body with other moves of some inputs.
+
+    Args:
+      program: the program of the body.
+      plan: its plan.
+      instead: for inputs that `moves_of_inputs` has, by position, what takes the place
+        of the move; None if nothing does, as the input comes moved.
+
+    Returns:
+      The plan.
+    """
+    if not instead:
+        return plan
+    moves = moves_of_inputs(program, plan)
+    positions = {Ref(program.inputs[i]): i for i in instead}
+    steps: list[Step] = []
+    gone: dict[Ref, Ref] = {}
+    for step in plan.steps:
+        if isinstance(step, Apply):
+            steps.append(_called(program, step, positions, instead, moves))
+            continue
+        i = positions.get(step.source)
+        new = step if i is None else instead[i]
+        if new is None:
+            gone[step.result] = step.source
+        steps.append(new or step)
+    plan = without_moves(replace(plan, steps=tuple(steps)), gone)
+    inputs = list(plan.inputs)
+    for i, new in instead.items():
+        inputs[i] = inputs[i] if new else moves[i].path[-1]
+    return replace(plan, inputs=tuple(inputs))
+
+
+def _called(
+    program: Program,
+    step: Apply,
+    positions: Mapping[Ref, int],
+    instead: Mapping[int, Reshard | None],
+    moves: Mapping[int, Reshard],
+) -> Apply:
+    """A remat with other moves of some operands; other steps as they are."""
+    node = program.nodes[step.node]
+    refs = enumerate(step.operands)
+    given = {
+        k: positions[ref] for k, ref in refs if ref is not None and ref in positions
+    }
+    if node.kind != "remat" or not given:
+        return step
+    shardings = list(step.operand_shardings)
+    for k, i in given.items():
+        shardings[k] = shardings[k] if instead[i] else moves[i].path[-1]
+    inner = {k: instead[i] for k, i in given.items()}
+    body = with_moves(node.bodies[0], step.bodies[0], inner)
+    return replace(step, operand_shardings=tuple(shardings), bodies=(body,))

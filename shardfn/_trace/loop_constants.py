@@ -1,0 +1,194 @@
+"""Takes out of loops what they make of weights alone in every iteration, such as casts.
+
+In: a program whose values are named after leaves. Out: the program, in which a loop is
+given the weights as its body, or a remat in that, uses them: cast or transposed. So a
+gather of one is a move of a constant, which can leave the loop, too.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from shardfn._core import regions
+from shardfn._core.leaves import Names
+from shardfn._core.program import VALUE, Atom, Node, Program, number_of
+from shardfn._trace.value_relations import SAME, relation_of
+
+
+def take_out_of_loops(program: Program) -> Program:
+    """Takes casts and the like of constant weights out of loops.
+
+    Args:
+      program: the program, its values named.
+
+    Returns:
+      The program; the same one if there is nothing to take out.
+    """
+    taken = _Taken(list(program.avals), list(program.leaves))
+    for node in program.nodes:
+        bodies = tuple(map(take_out_of_loops, node.bodies))
+        if any(a is not b for a, b in zip(bodies, node.bodies, strict=True)):
+            node = replace(node, bodies=bodies)
+        taken.add(_given(node, taken) if node.is_loop else node)
+    nodes = tuple(taken.nodes)
+    if nodes == program.nodes:
+        return program
+    return replace(
+        program,
+        avals=tuple(taken.avals),
+        leaves=tuple(taken.leaves),
+        nodes=nodes,
+    )
+
+
+@dataclass(slots=True)
+class _Taken:
+    """A program while nodes are taken into it out of the loops that it has.
+
+    Attributes:
+      avals: of its values.
+      leaves: their names.
+      nodes: its nodes so far.
+      made: by equation and operands, what they make.
+    """
+
+    avals: list[Any]
+    leaves: list[Names]
+    nodes: list[Node] = field(default_factory=list)
+    made: dict[tuple[Any, ...], int] = field(default_factory=dict)
+
+    def add(self, node: Node) -> None:
+        self.nodes.append(node)
+        if node.kind == "op" and len(node.outputs) == 1:
+            self.made.setdefault(_key(node, node.inputs), node.outputs[0])
+
+    def take(self, node: Node, operands: tuple[Atom, ...], body: Program) -> int:
+        """What a node of `body` makes, made here."""
+        key = _key(node, operands)
+        if key not in self.made:
+            (value,) = node.outputs
+            self.avals.append(body.avals[value])
+            self.leaves.append(body.leaf(value))
+            new = len(self.avals) - 1
+            self.add(replace(node, inputs=operands, outputs=(new,)))
+        return self.made[key]
+
+
+def _key(node: Node, operands: Sequence[Atom]) -> tuple[Any, ...]:
+    """Equal for nodes that make the same: literals are part of an equation's key."""
+    return id(node.eqn_key), *(a for a in operands if isinstance(a, int))
+
+
+def _given(loop: Node, taken: _Taken) -> Node:
+    """A loop whose body is given what it makes of constant weights."""
+    region, body = loop.regions[-1], loop.bodies[-1]
+    constants = {
+        body.inputs[i]: atom
+        for i in region.constants
+        if isinstance(atom := loop.inputs[region.operands[i]], int)
+    }
+    body, more = _without_casts(body, constants, taken)
+    if not more:
+        return loop
+    at, count = region.constants.stop, len(more)
+    body = _with_inputs(body, at, [value for value, _ in more])
+    at += region.operands[0]  # of a while loop, the test's constants come first
+    inputs, kinds = list(loop.inputs), list(loop.kinds)
+    inputs[at:at] = [atom for _, atom in more]
+    kinds[at:at] = [VALUE] * count
+    constant = len(region.constants) + count
+    if loop.kind == "scan":
+        sides = len(inputs), len(loop.outputs)
+        layout = regions.of_scan(constant, len(region.carries), *sides)
+    else:
+        tests = len(loop.regions[0].constants)
+        layout = regions.of_while(tests, constant, len(inputs))
+    return replace(
+        loop,
+        inputs=tuple(inputs),
+        kinds=tuple(kinds),
+        regions=layout,
+        bodies=(*loop.bodies[:-1], body),
+    )
+
+
+def _without_casts(
+    body: Program, constants: Mapping[int, int], taken: _Taken
+) -> tuple[Program, list[tuple[int, int]]]:
+    """A body that is given what it would make of constants alone.
+
+    Args:
+      body: the body of a loop, or of a remat in it.
+      constants: the values that are constants, and what they are outside.
+      taken: what is outside.
+
+    Returns:
+      The body, and its values that are to be its inputs, with what they are outside.
+    """
+    outside = dict(constants)
+    avals, leaves = list(body.avals), list(body.leaves)
+    nodes: list[Node] = []
+    more: list[tuple[int, int]] = []
+    for node in body.nodes:
+        if _is_elementwise(node, body, outside):
+            operands = tuple(outside.get(number_of(a), a) for a in node.inputs)
+            (value,) = node.outputs
+            outside[value] = taken.take(node, operands, body)
+            more.append((value, outside[value]))
+            continue
+        if node.kind == "remat":
+            (inner,) = node.bodies
+            pairs = zip(inner.inputs, map(number_of, node.inputs), strict=True)
+            known = {value: outside[a] for value, a in pairs if a in outside}
+            inner, given = _without_casts(inner, known, taken)
+            if given:
+                new = range(len(avals), len(avals) + len(given))
+                avals += [inner.avals[value] for value, _ in given]
+                leaves += [inner.leaf(value) for value, _ in given]
+                more += zip(new, [atom for _, atom in given], strict=True)
+                node = _called_with(node, inner, [v for v, _ in given], new)
+        nodes.append(node)
+    if not more:
+        return body, []
+    needed = {number_of(a) for node in nodes for a in node.inputs}
+    needed.update(map(number_of, body.outputs))
+    more = [(value, atom) for value, atom in more if value in needed]
+    body = replace(body, avals=tuple(avals), leaves=tuple(leaves), nodes=tuple(nodes))
+    return body, more
+
+
+def _is_elementwise(node: Node, body: Program, outside: Mapping[int, int]) -> bool:
+    """Whether a node casts or transposes a constant weight, or changes each element:
+    any part of the result is made of the same part of the weight."""
+    values = [atom for atom in node.inputs if isinstance(atom, int)]
+    if node.kind != "op" or len(values) != 1 or values[0] not in outside:
+        return False
+    if node.eqn.effects or len(node.outputs) != 1 or not body.leaf(values[0]):
+        return False
+    at, rule = node.inputs.index(values[0]), node.rule
+    return (
+        rule is not None
+        and sorted(rule.operands[at]) == sorted(rule.results[0])
+        and relation_of(node, at, 0) == SAME
+    )
+
+
+def _called_with(
+    node: Node, inner: Program, values: Sequence[int], operands: Sequence[int]
+) -> Node:
+    """A remat whose body has these values as inputs, too."""
+    inner = _with_inputs(inner, len(inner.inputs), values)
+    inputs = (*node.inputs, *operands)
+    return replace(
+        node,
+        inputs=inputs,
+        kinds=(*node.kinds, *[VALUE] * len(operands)),
+        regions=regions.of_call(len(inputs), len(node.outputs)),
+        bodies=(inner,),
+    )
+
+
+def _with_inputs(body: Program, at: int, values: Sequence[int]) -> Program:
+    """A body with these values as inputs from position `at` on."""
+    inputs = (*body.inputs[:at], *values, *body.inputs[at:])
+    return replace(body, inputs=inputs)
