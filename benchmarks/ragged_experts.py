@@ -12,28 +12,24 @@ devices, and 4 of its layers on 8. `jit` is given the state as shardfn stores it
 of the sorted rows.
 """
 
-import argparse
 import functools
-import itertools
-import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
-import beside
+import beside_table
 import jax
 import jax.numpy as jnp
 import optax
-from criteria_cases import CHIPS, Case, Model
+from beside_table import Constrain
+from criteria_cases import Case, Model
 from criteria_models import attend, init, narrow, norm
 from criteria_programs import ADAMW, update
-from jax.sharding import Mesh, NamedSharding
 
-import shardfn
 from shardfn.analysis import targets
 
 MIXTRAL = Model("llama", 32, 4096, 32, 128, 14336, 32000, 4096, rows=1, kv_heads=8)
@@ -43,11 +39,7 @@ _CASES = (
 )
 CASES = {case.name: case for case in _CASES}
 EXPERTS, CHOSEN = 8, 2
-PROGRAMS = ("shardfn", "jit", "constrained")
 RESULTS = Path(__file__).parent / "results" / "ragged_experts.json"
-HEADER = ("case", "chip", "program", "sent", "of M", "peak temporary", "predicted")
-
-Constrain = Callable[[jax.Array], jax.Array]
 
 
 def create(model: Model) -> Any:
@@ -98,7 +90,7 @@ def mean_loss(params: Any, batch: Any, model: Model, rows: Constrain) -> jax.Arr
     return jnp.mean(losses)
 
 
-def make_step(model: Model, rows: Constrain = lambda x: x) -> Callable[..., Any]:
+def make_step(model: Model, rows: Constrain) -> Callable[..., Any]:
     def train_step(state: Any, batch: Any) -> Any:
         loss_of = functools.partial(mean_loss, model=model, rows=rows)
         loss, grads = jax.value_and_grad(loss_of)(state["params"], batch)
@@ -107,73 +99,18 @@ def make_step(model: Model, rows: Constrain = lambda x: x) -> Callable[..., Any]
     return train_step
 
 
-def constrain(mesh: Mesh) -> Constrain:
-    rows = NamedSharding(mesh, beside.ROWS)
-    return lambda x: jax.lax.with_sharding_constraint(x, rows)
-
-
 def measured(name: str, chip: str, program: str, shown: bool = False) -> dict[str, Any]:
-    """Compiles one program; a row of JSON, with `error` if the compiler refuses."""
+    """A row of JSON."""
     case = CASES[name]
     model, target = case.model, case.target(chip)
-    mesh = targets.mesh(target)
     tokens = jax.ShapeDtypeStruct((model.rows * case.devices, model.context), jnp.int32)
     state = jax.eval_shape(functools.partial(create, model))
     args = state, {"inputs": tokens, "targets": tokens}
-    step = shardfn.fully_shard(make_step(model), mesh)
-    row: dict[str, Any] = {"jax": jax.__version__}
-    if program == "shardfn":
-        if shown:
-            print(step.plan(*args), end="\n\n")
-        lowered = step.lower(*args)
-    else:
-        rows = constrain(mesh) if program == "constrained" else (lambda x: x)
-        lowered = beside.jitted(make_step(model, rows), step, args)
-    try:
-        compiled = lowered.compile()
-    except jax.errors.JaxRuntimeError as error:
-        return row | {"error": str(error).splitlines()[0]}
-    if program == "shardfn":
-        checked = step.plan(*args).verify(compiled.as_text() or "")
-        row |= {"as_planned": checked.ok, "problems": checked.problems()}
-    elements = sum(x.size for x in jax.tree.leaves(state["params"]))
-    return row | asdict(beside.figures(compiled, mesh, target)) | {"M": 2 * elements}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--case", choices=CASES, action="append")
-    parser.add_argument("--chip", choices=CHIPS, action="append")
-    parser.add_argument("--program", choices=PROGRAMS, action="append")
-    parser.add_argument("--rerun", action="store_true", help="measure kept rows again")
-    parser.add_argument(
-        "--plan", action="store_true", help="print a measured plan, too"
+    make = functools.partial(make_step, model)
+    return beside_table.measured(
+        program, make, args, targets.mesh(target), target, shown
     )
-    args = parser.parse_args()
-    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    for cells in (HEADER, ["---"] * len(HEADER)):
-        print(f"| {' | '.join(cells)} |")
-    chosen = args.case or CASES, args.chip or CHIPS, args.program or PROGRAMS
-    for names in itertools.product(*chosen):
-        key = " ".join(names)
-        if args.rerun or key not in kept:
-            kept[key] = measured(*names, args.plan)
-            RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
-        print(f"| {' | '.join([*names, *cells_of(kept[key])])} |", flush=True)
-
-
-def cells_of(row: dict[str, Any]) -> list[str]:
-    if "error" in row:
-        full = "Ran out of memory" in row["error"]
-        return ["does not fit" if full else row["error"], "", "", ""]
-    planned = "" if row.get("as_planned", True) else ", not as planned"
-    return [
-        f"{row['wire'] / 2**30:,.1f} GiB{planned}",
-        f"{row['wire'] / row['M']:.2f} M",
-        f"{row['temporary'] / 2**30:,.1f} GiB",
-        f"{row['seconds']:,.2f} s",
-    ]
 
 
 if __name__ == "__main__":
-    main()
+    beside_table.print_table(__doc__, CASES, RESULTS, measured)

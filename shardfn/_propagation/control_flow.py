@@ -6,14 +6,14 @@ that holds the plans of the bodies; branches of a cond are joined.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
-from shardfn._core.sharding import (
-    Sharding,
-    Split,
-)
+from shardfn._core.resharding import can_split
+from shardfn._core.sharding import Axes, Sharding, Split, on_axis
 from shardfn._propagation.decision import Decision
 from shardfn._propagation.flow_site import FlowSite, Solved
 from shardfn._propagation.loops import scan, while_loop
+from shardfn._propagation.preferences import Preferences
 
 
 def decide(site: FlowSite) -> Decision:
@@ -49,7 +49,13 @@ def _cond(site: FlowSite) -> Decision:
 
     free = solve([None] * count)
     joined = tuple(
-        _join_branches([s.plan.output_shardings[j] for s in free]) for j in range(count)
+        _join_branches(
+            [s.plan.output_shardings[j] for s in free],
+            site.preferences[j],
+            site.result_avals[j],
+            site.axes,
+        )
+        for j in range(count)
     )
     solved = solve(joined)
     preferences = [
@@ -67,14 +73,24 @@ def _cond(site: FlowSite) -> Decision:
     )
 
 
-def _join_branches(shardings: Sequence[Sharding]) -> Sharding:
-    """Split as all branches that split agree; a replicated branch takes its
-    block."""
-    out = []
-    for states in zip(*shardings, strict=True):
-        splits = {s for s in states if isinstance(s, Split)}
-        out.append(splits.pop() if len(splits) == 1 else None)
-    return tuple(out)
+def _join_branches(
+    shardings: Sequence[Sharding], preferences: Preferences, aval: Any, axes: Axes
+) -> Sharding:
+    """Split as a branch splits: if they differ, as the one that is most as preferred.
+    What a replicated branch makes is cut."""
+
+    def preferred(each: Sharding) -> tuple[int, int]:
+        splits = [isinstance(s, Split) for s in each]
+        likes = [s in w for s, w in zip(each, preferences, strict=True)]
+        return sum(map(all, zip(splits, likes, strict=True))), sum(splits)
+
+    out = axes.replicated
+    for each in sorted(shardings, key=preferred, reverse=True):
+        for axis, state in enumerate(each):
+            if isinstance(state, Split) and out[axis] is None:
+                if can_split(getattr(aval, "shape", ()), out, axis, state, axes):
+                    out = on_axis(out, axis, state)
+    return out
 
 
 _BY_KIND: dict[str, Callable[[FlowSite], Decision]] = {
