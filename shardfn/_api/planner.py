@@ -27,10 +27,10 @@ from shardfn._lowering.interpreter import emit
 from shardfn._lowering.plan_jaxpr import Planner, StepFacts, plan_jaxpr
 from shardfn._lowering.planned_program import Planned
 from shardfn._trace.leaf_names import name_leaves
-from shardfn._trace.loop_constants import take_out_of_loops
 from shardfn._trace.passes import argument
 from shardfn._trace.tied_transposes import fold_transposes
 from shardfn._trace.trace_step import TracedStep
+from shardfn._trace.weight_casts import take_out_casts
 from shardfn.analysis._listing import make_plan
 from shardfn.analysis._offload_table import why_chosen
 from shardfn.analysis._program_hash import fingerprint_of
@@ -84,7 +84,7 @@ def plan_traced(
             [*names, *[""] * (len(program.inputs) - len(names))],
             [*names, *[""] * (len(program.outputs) - len(names))],
         )
-        return take_out_of_loops(fold_transposes(program))
+        return take_out_casts(fold_transposes(program))
 
     made = plan_jaxpr(
         traced.jaxpr,

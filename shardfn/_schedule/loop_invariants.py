@@ -14,10 +14,10 @@ from dataclasses import replace
 
 from shardfn._core.control import Control
 from shardfn._core.limits import LOOP_BYTES
-from shardfn._core.plan import Apply, Ref, Reshard, Step
+from shardfn._core.plan import Apply, Reshard, Step
 from shardfn._core.program import Program, mixes_passes
 from shardfn._core.reasons import Note, noted
-from shardfn._schedule.moved_inputs import moves_of_inputs, with_moves
+from shardfn._schedule.moved_inputs import moved_in_front, moves_of_inputs, with_moves
 
 EQUAL = Note("loop_invariants", "left the loop: it is the same in every iteration")
 CALLED = Note("loop_invariants", "left the function with a derivative of its own")
@@ -42,13 +42,12 @@ def hoist(
         return [step]
     at = len(node.bodies) - 1  # of a while loop not the test
     body, plan, region = node.bodies[at], step.bodies[at], node.regions[at]
-    constants = {
-        i: ref
-        for i in region.constants
-        if (ref := step.operands[region.operands[i]]) is not None
+    given = [step.operands[i] is not None for i in region.operands]
+    moves = {
+        i: move
+        for i, move in moves_of_inputs(body, plan).items()
+        if i in region.constants and given[i]
     }
-    found = moves_of_inputs(body, plan)
-    moves = {i: move for i, move in found.items() if i in constants}
     if node.kind == "custom":
         moves = {i: move for i, move in moves.items() if move in plan.steps}
         leaving = dict.fromkeys(moves, CALLED)
@@ -56,22 +55,14 @@ def hoist(
         leaving, staying = _leaving(body, moves, control)
         noting = {i: _with_note(moves[i], note) for i, note in staying.items()}
         plan = with_moves(body, plan, noting)
-    out: list[Step] = []
-    operands, shardings = list(step.operands), list(step.operand_shardings)
-    for i, note in leaving.items():
-        outside = Ref(constants[i].value, next(versions))
-        moved = replace(_with_note(moves[i], note), source=constants[i], result=outside)
-        out.append(replace(moved, after=None))
-        operands[region.operands[i]] = outside
-        shardings[region.operands[i]] = moved.path[-1]
     plan = with_moves(body, plan, dict.fromkeys(leaving))
-    step = replace(
+    out, step = moved_in_front(
         step,
-        operands=tuple(operands),
-        operand_shardings=tuple(shardings),
-        bodies=tuple(plan if i == at else b for i, b in enumerate(step.bodies)),
+        {region.operands[i]: _with_note(moves[i], n) for i, n in leaving.items()},
+        versions,
     )
-    return [*out, step]
+    bodies = tuple(plan if i == at else b for i, b in enumerate(step.bodies))
+    return [*out, replace(step, bodies=bodies)]
 
 
 def _leaving(

@@ -112,3 +112,28 @@ def _called(
     inner = {k: instead[i] for k, i in given.items()}
     body = with_moves(node.bodies[0], step.bodies[0], inner)
     return replace(step, operand_shardings=tuple(shardings), bodies=(body,))
+
+
+def moved_in_front(
+    step: Apply, moves: Mapping[int, Reshard], versions: Iterator[int]
+) -> tuple[list[Reshard], Apply]:
+    """Moves operands of a step in front of it; its bodies stay as they are.
+
+    Args:
+      step: the step.
+      moves: by the positions of the operands, how a body of it moves them.
+      versions: numbers for the versions that are made.
+
+    Returns:
+      The moves, and the step that is given what they make.
+    """
+    operands, shardings = list(step.operands), list(step.operand_shardings)
+    made: list[Reshard] = []
+    for at, move in moves.items():
+        if (source := operands[at]) is None:
+            continue
+        result = Ref(source.value, next(versions))
+        made.append(replace(move, source=source, result=result, after=None))
+        operands[at], shardings[at] = result, move.path[-1]
+    step = replace(step, operands=tuple(operands), operand_shardings=tuple(shardings))
+    return made, step

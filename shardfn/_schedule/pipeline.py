@@ -25,6 +25,7 @@ from shardfn._schedule.order_search import search_order
 from shardfn._schedule.prefetch import prefetch
 from shardfn._schedule.quantize_moves import quantize
 from shardfn._schedule.share_gathers import share_gathers
+from shardfn._schedule.shared_by_remats import take_out_of_remats
 from shardfn._schedule.undelayed_sums import undelay_sums
 from shardfn._schedule.wire_dtypes import choose_dtypes
 
@@ -93,6 +94,7 @@ def _gathers(
         else:
             steps.append(step)
     body = replace(body, steps=tuple(steps))
+    body = take_out_of_remats(program, body, versions)
     if mixes_passes(program):
         body = keep_gathered(program, body, control)
     return share_gathers(program, body, control, unit)

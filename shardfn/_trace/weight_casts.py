@@ -1,11 +1,13 @@
-"""Takes out of loops what they make of weights alone in every iteration, such as casts.
+"""Takes out of loops, and of remats that share it, what they make of weights alone.
 
 In: a program whose values are named after leaves. Out: the program, in which a loop is
-given the weights as its body, or a remat in that, uses them: cast or transposed. So a
-gather of one is a move of a constant, which can leave the loop, too.
+given the weights as its body, or a remat in that, uses them: cast or transposed; and so
+are several remats that cast the same weight. So a gather of one is a move of what they
+are given, which can leave them, too.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,9 +16,11 @@ from shardfn._core.leaves import Names
 from shardfn._core.program import VALUE, Atom, Node, Program, number_of
 from shardfn._trace.value_relations import SAME, relation_of
 
+_Key = tuple[Any, ...]
 
-def take_out_of_loops(program: Program) -> Program:
-    """Takes casts and the like of constant weights out of loops.
+
+def take_out_casts(program: Program) -> Program:
+    """Takes casts and the like of weights out of loops, and of remats that share them.
 
     Args:
       program: the program, its values named.
@@ -25,11 +29,15 @@ def take_out_of_loops(program: Program) -> Program:
       The program; the same one if there is nothing to take out.
     """
     taken = _Taken(list(program.avals), list(program.leaves))
-    for node in program.nodes:
-        bodies = tuple(map(take_out_of_loops, node.bodies))
-        if any(a is not b for a, b in zip(bodies, node.bodies, strict=True)):
-            node = replace(node, bodies=bodies)
-        taken.add(_given(node, taken) if node.is_loop else node)
+    nodes = [_inside(node) for node in program.nodes]
+    casts = (key for node in nodes if node.kind == "remat" for key in _casts(node))
+    shared = {key for key, count in Counter(casts).items() if count > 1}
+    for node in nodes:
+        if node.is_loop:
+            node = _looped(node, taken)
+        elif node.kind == "remat" and shared:
+            node = _called(node, taken, shared)
+        taken.add(node)
     nodes = tuple(taken.nodes)
     if nodes == program.nodes:
         return program
@@ -41,9 +49,15 @@ def take_out_of_loops(program: Program) -> Program:
     )
 
 
+def _inside(node: Node) -> Node:
+    bodies = tuple(map(take_out_casts, node.bodies))
+    same = all(a is b for a, b in zip(bodies, node.bodies, strict=True))
+    return node if same else replace(node, bodies=bodies)
+
+
 @dataclass(slots=True)
 class _Taken:
-    """A program while nodes are taken into it out of the loops that it has.
+    """A program while nodes are taken into it out of the bodies that it has.
 
     Attributes:
       avals: of its values.
@@ -74,12 +88,36 @@ class _Taken:
         return self.made[key]
 
 
-def _key(node: Node, operands: Sequence[Atom]) -> tuple[Any, ...]:
+def _key(node: Node, operands: Sequence[Atom]) -> _Key:
     """Equal for nodes that make the same: literals are part of an equation's key."""
     return id(node.eqn_key), *(a for a in operands if isinstance(a, int))
 
 
-def _given(loop: Node, taken: _Taken) -> Node:
+def _entering(remat: Node) -> dict[int, int]:
+    """The inputs of a remat's body that are values, and what they are outside."""
+    pairs = zip(remat.bodies[0].inputs, remat.inputs, strict=True)
+    return {value: atom for value, atom in pairs if isinstance(atom, int)}
+
+
+def _casts(remat: Node) -> set[_Key]:
+    """What a remat makes of single weights that it is given."""
+    (body,), outside = remat.bodies, _entering(remat)
+    return {
+        _key(node, [outside.get(number_of(a), a) for a in node.inputs])
+        for node in body.nodes
+        if _is_elementwise(node, body, outside)
+    }
+
+
+def _called(remat: Node, taken: _Taken, shared: Set[_Key]) -> Node:
+    """A remat that is given what it shares with others."""
+    body, more = _without_casts(remat.bodies[0], _entering(remat), taken, shared)
+    if not more:
+        return remat
+    return _called_with(remat, body, *zip(*more, strict=True))
+
+
+def _looped(loop: Node, taken: _Taken) -> Node:
     """A loop whose body is given what it makes of constant weights."""
     region, body = loop.regions[-1], loop.bodies[-1]
     constants = {
@@ -113,14 +151,18 @@ def _given(loop: Node, taken: _Taken) -> Node:
 
 
 def _without_casts(
-    body: Program, constants: Mapping[int, int], taken: _Taken
+    body: Program,
+    constants: Mapping[int, int],
+    taken: _Taken,
+    only: Set[_Key] | None = None,
 ) -> tuple[Program, list[tuple[int, int]]]:
     """A body that is given what it would make of constants alone.
 
     Args:
-      body: the body of a loop, or of a remat in it.
+      body: the body of a loop, or of a remat.
       constants: the values that are constants, and what they are outside.
       taken: what is outside.
+      only: of what it makes of `constants`, what to take out; all if not given.
 
     Returns:
       The body, and its values that are to be its inputs, with what they are outside.
@@ -132,14 +174,15 @@ def _without_casts(
     for node in body.nodes:
         if _is_elementwise(node, body, outside):
             operands = tuple(outside.get(number_of(a), a) for a in node.inputs)
-            (value,) = node.outputs
-            outside[value] = taken.take(node, operands, body)
-            more.append((value, outside[value]))
-            continue
-        if node.kind == "remat":
-            (inner,) = node.bodies
-            pairs = zip(inner.inputs, map(number_of, node.inputs), strict=True)
-            known = {value: outside[a] for value, a in pairs if a in outside}
+            is_first = any(number_of(a) in constants for a in node.inputs)
+            if only is None or not is_first or _key(node, operands) in only:
+                (value,) = node.outputs
+                outside[value] = taken.take(node, operands, body)
+                more.append((value, outside[value]))
+                continue
+        if node.kind == "remat" and only is None:
+            (inner,), entering = node.bodies, _entering(node)
+            known = {v: outside[a] for v, a in entering.items() if a in outside}
             inner, given = _without_casts(inner, known, taken)
             if given:
                 new = range(len(avals), len(avals) + len(given))
