@@ -62,6 +62,8 @@ class StationaryChoice:
       unable: the names of those that are asked to stay, and are gathered even so.
       more: bytes of values at once that this plan takes more than one that gathers, if
         it takes too many.
+      for_memory: the names of those that stay in a plan that sends less, and takes too
+        many, and how many that are.
       whole: whether small sums behind those that stay are all-reduced.
     """
 
@@ -72,6 +74,7 @@ class StationaryChoice:
     others: frozenset[str] = frozenset()
     is_bound: bool = False
     more: int = 0
+    for_memory: tuple[frozenset[str], int] = frozenset(), 0
     unable: frozenset[str] = frozenset()
     whole: bool = False
 
@@ -113,11 +116,7 @@ class StationaryChoice:
 
     @property
     def too_much(self) -> str:
-        most = f"{size_text(STATIONARY_LIVE)} (limits.STATIONARY_LIVE)"
-        return (
-            f"{self.sent}, but {size_text(self.more)} more of values at once on each "
-            f"device, more than {most}"
-        )
+        return f"{self.sent}, but {_too_many(self.more)}"
 
     def why(self, leaf: str) -> str:
         """What to say of a leaf; "" if it was not considered."""
@@ -125,6 +124,10 @@ class StationaryChoice:
             return f"not stationary: {UNABLE}"
         if leaf in self.stays:
             return f"stationary: {self.sent if self.is_chosen else 'asked for'}"
+        others, more = self.for_memory
+        if leaf in others:
+            less = "if it stayed, too, less would be sent"
+            return f"not stationary: {less}, but {_too_many(more)}"
         if leaf not in self.gathers:
             return ""
         if self.more:
@@ -140,6 +143,11 @@ class StationaryChoice:
         else:
             least = f"{STATIONARY_SHARE:.0%} (limits.STATIONARY_SHARE)"
         return f"not stationary: {self.sent}, which saves less than {least}"
+
+
+def _too_many(more: int) -> str:
+    most = f"{size_text(STATIONARY_LIVE)} (limits.STATIONARY_LIVE)"
+    return f"{size_text(more)} more of values at once on each device, more than {most}"
 
 
 Trial = Callable[..., Made]
@@ -200,7 +208,7 @@ def choose_stationary(
         )
     live = live_bytes(*made, axes)
     stays, best, least, sums = considered, made, gathering, whole
-    refused, seen = none, None
+    refused, seen, for_memory = none, None, (frozenset[str](), 0)
     trials = [(may_stay - still) | (met & considered), considered]
     trials += [considered - group for group in groups]
     for trial in dict.fromkeys(trials[: 2 + STATIONARY_GROUPS]):
@@ -218,6 +226,7 @@ def choose_stationary(
         if more > STATIONARY_LIVE:
             if not refused.more or sends.price < refused.staying.price:
                 refused = replace(none, gathers=considered, staying=sends, more=more)
+                for_memory = trial, more
         else:
             stays, best, least, sums = trial, tried, sends, whole
     if gathering.price - least.price < max(worth, 1):
@@ -229,8 +238,16 @@ def choose_stationary(
     if not sums:
         best, sums = with_sums(stays | others, axes, plan, best)
         least = sent(*best, axes)
+    if refused.staying.price >= least.price:
+        for_memory = frozenset[str](), 0
     return best, StationaryChoice(
-        stays, considered - stays, gathering, least, others, whole=sums
+        stays,
+        considered - stays,
+        gathering,
+        least,
+        others,
+        whole=sums,
+        for_memory=for_memory,
     )
 
 

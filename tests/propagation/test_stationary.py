@@ -511,6 +511,41 @@ def test_leaves_do_not_stay_at_the_cost_of_memory(
     assert any("not stationary, for memory: " in note for note in plan.notes)
 
 
+def test_what_memory_decided_beside_leaves_that_stay_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A head stays, as it is gathered at more cost of memory; the layers would send
+    less, and are said not to stay for that."""
+
+    def train_step(state: Any, x: jax.Array) -> Any:
+        def loss_fn(state: Any) -> jax.Array:
+            rows = x
+            for p in state["layers"]:
+                rows = jnp.tanh(mlp(p, rows))
+            return jnp.tanh(rows[:8] @ state["head"]).sum()
+
+        loss, grads = jax.value_and_grad(loss_fn)(state)
+        return jax.tree.map(lambda w, g: w - g, state, grads), loss
+
+    struct = jax.ShapeDtypeStruct
+    layer = {"up": (128, 128), "bias": (128,), "down": (128, 128)}
+    layers = [{k: struct(s, jnp.float32) for k, s in layer.items()}] * 16
+    args = {"head": struct((128, 2048), jnp.float32), "layers": layers}
+    columns = {"*up": {"data": 1}, "*down": {"data": 0}, "head": {"data": 1}}
+
+    def explained(leaf: str) -> str:
+        step = shardfn.fully_shard(train_step, cpu_mesh(8), shard=columns)
+        return step.plan(args, struct((128, 128), jnp.float32)).explain(leaf)
+
+    assert "; stationary: " in explained("head")
+    assert "; stationary: " in explained("layers/0/up")
+    monkeypatch.setattr("shardfn._lowering.choose_stationary.STATIONARY_LIVE", -(2**18))
+    assert "; stationary: " in explained("head")
+    assert "; not stationary: if it stayed, too, less would be sent, but " in explained(
+        "layers/0/up"
+    )
+
+
 def test_leaves_that_are_padded_or_flattened_do_not_stay() -> None:
     """Which `explain` says; others do, and are in no move."""
     shapes = {"padded": (16, 1003), "flat": (7, 9, 5), "even": (16, 1024)}
