@@ -119,8 +119,9 @@ class AllToAll(Move):
 
 
 class Regroup(Move):
-    """Blocks of a dimension become blocks of each of its runs, such as microbatches, by
-    an all-to-all, and permutes of what that would pad: see `regrouping`."""
+    """Blocks of a dimension become blocks of each of its runs, such as microbatches, or
+    these become blocks again, by an all-to-all, and permutes of what that would pad:
+    see `regrouping`."""
 
     name = "regroup"
     op = "all_to_all"
@@ -141,10 +142,17 @@ class Regroup(Move):
         assert isinstance(self.goal, Split)
         return self.goal.dim
 
-    def units(self, axes: Axes) -> Regrouping:
-        """Who sends what to whom."""
+    @property
+    def back(self) -> bool:
+        """Whether blocks of each run become blocks of the dimension."""
         assert isinstance(self.goal, Split)
-        return Regrouping(self.goal.runs, axes.sizes[self.axis])
+        return not self.goal.runs
+
+    def units(self, axes: Axes) -> Regrouping:
+        """Who sends what to whom; the other way round, if it goes back."""
+        assert isinstance(self.state, Split) and isinstance(self.goal, Split)
+        runs = self.goal.runs or self.state.runs
+        return Regrouping(runs, axes.sizes[self.axis])
 
     def messages(self, shape: Sequence[int], axes: Axes) -> tuple[Message, ...]:
         units, n = self.units(axes), axes.sizes[self.axis]

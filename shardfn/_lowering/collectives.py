@@ -119,29 +119,45 @@ def _all_to_all(
 def _regroup(
     x: jax.Array, shape: Sequence[int], move: Regroup, axes: Axes
 ) -> jax.Array:
-    """From a block of a dimension to a block of each of its runs, unit by unit."""
+    """From a block of a dimension to a block of each of its runs, unit by unit, or
+    back. Where a device has a block, `unit` of it is `device * runs + unit` of all."""
     how, name = move.units(axes), names_of(move, axes)
-    count, each, me = how.devices, how.exchanged, lax.axis_index(name)
+    count, runs, each = how.devices, how.runs, how.exchanged
+    me, index = lax.axis_index(name), lax.iota(jnp.int32, runs)
     rows = jnp.moveaxis(x, move.dim, 0)
-    units = rows.reshape(how.runs, -1, *rows.shape[1:])
+    units = rows.reshape(runs, -1, *rows.shape[1:])
     came = []
     if each:
         to = lax.broadcasted_iota(jnp.int32, (count, each), 0)
         later = lax.broadcasted_iota(jnp.int32, (count, each), 1)
-        sent = (to - me * how.runs) % count + later * count
+        if move.back:
+            unit = (me - to * runs) % count + later * count
+            sent = (to * runs + unit) // count
+        else:
+            sent = (to - me * runs) % count + later * count
         exchanged = jnp.take(units, sent, axis=0, mode="clip")
         exchanged = lax.all_to_all(exchanged, name, 0, 0, tiled=True)
         came.append(exchanged.reshape(count * each, *units.shape[1:]))
-    mine = lax.iota(jnp.int32, how.runs) * count + me
-    source, unit = mine // how.runs, mine % how.runs
+    if move.back:
+        source, unit = (me * runs + index) % count, index
+        block = jnp.broadcast_to(me, index.shape)
+    else:
+        block, unit = (index * count + me) // runs, (index * count + me) % runs
+        source = block
     found = source * each + unit // count
     for permute in range(how.permutes):
         pairs = how.pairs(permute)
-        sent = jnp.asarray([how.sent(d, permute) for d in range(count)], jnp.int32)
-        one = lax.dynamic_slice_in_dim(units, sent[me], 1)
+        moved = [how.sent(device, permute) for device in range(count)]
+        found = jnp.where(
+            jnp.asarray(moved, jnp.int32)[block] == unit, count * each + permute, found
+        )
+        if move.back:
+            places = {b: (a * runs + moved[a]) // count for a, b in pairs}
+            moved = [places[device] for device in range(count)]
+            pairs = tuple((b, a) for a, b in pairs)
+        one = lax.dynamic_slice_in_dim(units, jnp.asarray(moved, jnp.int32)[me], 1)
         moves = any(a != b for a, b in pairs)
         came.append(lax.ppermute(one, name, pairs) if moves else one)
-        found = jnp.where(sent[source] == unit, count * each + permute, found)
     units = jnp.take(jnp.concatenate(came), found, axis=0, mode="clip")
     return jnp.moveaxis(units.reshape(rows.shape), 0, move.dim)
 

@@ -18,6 +18,7 @@ from shardfn._core.limits import GROWTH
 from shardfn._core.program import VALUE, ZERO
 from shardfn._core.reasons import Note
 from shardfn._core.sharding import (
+    AxisSharding,
     Split,
     Unreduced,
     of_dim,
@@ -163,7 +164,9 @@ class OpSite(SplittableFactors):
                 kind[factor] = kind.get(factor, 0) + nbytes(self.operand_avals[i])
                 if not split.moved:
                     came.add(factor)
-            elif (run := self.run_factor(axis, i, split)) is not None:
+                continue
+            run = self.run_factor(axis, i, split) or self.joined_factor(axis, i, split)
+            if run is not None:
                 batch[run] = batch.get(run, 0) + nbytes(self.operand_avals[i])
                 regroups = True
         preferred, open_to_split = self.preferred(axis, can_part)
@@ -244,7 +247,9 @@ class OpSite(SplittableFactors):
             self.operands[i] = on_axis(self.operands[i], axis, Unreduced())
         for j, dims in enumerate(self.rule.results):
             dim = self.dim_of(dims, factor)
-            state = (
-                Unreduced(self.reducer(factor)) if dim is None else of_dim(origin, dim)
-            )
+            if dim is None:
+                state: AxisSharding = Unreduced(self.reducer(factor))
+            else:
+                runs = self.runs(dims[dim], factor) if dim >= 0 else 0
+                state = replace(of_dim(origin, dim), runs=runs)
             self.results[j] = on_axis(self.results[j], axis, state)

@@ -49,7 +49,7 @@ def reduce_at_producer(
         for each, aval in zip(preferences, result_avals, strict=True)
     ]
     results = zip(decision.made, result_avals, preferences, now, strict=True)
-    out = [_reduced(*result, axes) for result in results]
+    out = [_in_order(_reduced(*result, axes)) for result in results]
     out = [
         _scattered(*result, states, axes)
         for result in zip(decision.made, out, result_avals, preferences, strict=True)
@@ -59,6 +59,14 @@ def reduce_at_producer(
             node.rule, decision.operands, states, out, result_avals, preferences, axes
         )
     return replace(decision, results=tuple(out))
+
+
+def _in_order(made: Sharding) -> Sharding:
+    """A sharding in which blocks of runs that were joined are blocks of all."""
+    return tuple(
+        replace(s, runs=0, moved=True) if isinstance(s, Split) and s.runs else s
+        for s in made
+    )
 
 
 def _of_terms(

@@ -139,7 +139,7 @@ class SplittableFactors:
         if self.parts or not isinstance(aval.dtype, np.dtype):
             return None
         dims = self.rule.operands[i][split.dim]
-        factors = [f for f in dims if self.rule.size(f) > 1]
+        factors = self.lasting(dims)
         if len(factors) != 2 or factors[1] in self.rule.whole:
             return None
         (result,), (preferences,), minor = (
@@ -152,6 +152,29 @@ class SplittableFactors:
         divides = self.rule.size(minor) % self.axes.sizes[axis] == 0
         preferred = preferences[axis] != frozenset({None})
         return minor if leads and divides and preferred else None
+
+    def joined_factor(self, axis: int, i: int, split: Split) -> str | None:
+        """The factor of rows in equal runs that are joined, which `axis` may split
+        though the runs, which lead in the result, are too few."""
+        state, aval = self.states[i], self.operand_avals[i]
+        alone = [s for s in state if isinstance(s, Split) and s.dim == split.dim]
+        if not self.rule.regroups or split.stored or split.dim < 0 or len(alone) > 1:
+            return None
+        if self.parts or not isinstance(aval.dtype, np.dtype):
+            return None
+        factors = self.lasting(self.rule.operands[i][split.dim])
+        if len(factors) != 1 or factors[0] in self.rule.whole:
+            return None
+        (result,), (preferences,) = self.rule.results, self.preferences
+        at = self.rule.dim_of(result, factors[0])
+        joins = at is not None and len(self.lasting(result[at])) == 2
+        divides = self.rule.size(factors[0]) % self.axes.sizes[axis] == 0
+        preferred = preferences[axis] != frozenset({None})
+        return factors[0] if joins and divides and preferred else None
+
+    def lasting(self, dim: Dim) -> list[str]:
+        """The factors of a dimension that have more than one element."""
+        return [f for f in dim if self.rule.size(f) > 1]
 
     def runs(self, dim: Dim, factor: str) -> int:
         """The runs of which each device holds a block of `factor`; 0 if it is major."""

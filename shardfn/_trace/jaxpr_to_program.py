@@ -23,6 +23,7 @@ from shardfn._trace.dim_marks import Marking, Marks, has_rows, marks_of
 from shardfn._trace.iota_indexing import Counts
 from shardfn._trace.node_kinds import kind_of, may_merge
 from shardfn._trace.passes import Argument, mark_passes
+from shardfn._trace.row_joins import joins_alike
 from shardfn._trace.row_shifts import Pieces
 from shardfn._trace.row_windows import Windows, cuts_most
 from shardfn._trace.shared_terms import SharedTerms
@@ -174,6 +175,7 @@ class _Values:
                 results = self.inline(body, operands, made_for, eqn)
             elif rewritten is not None:
                 results = self.inline(*rewritten, made_for, eqn)
+                self.note_join(eqn, operands, results)
             else:
                 results = self.add(eqn, operands, made_for)
             self.shared.equation(eqn, operands, results)
@@ -201,6 +203,15 @@ class _Values:
             or self.on_all_rows(eqn, operands, zeros)
             or self.unordered.ordered_no_more(eqn, operands)
         )
+
+    def note_join(
+        self, eqn: Any, operands: tuple[Atom, ...], results: tuple[Atom, ...]
+    ) -> None:
+        """Notes what a join that has been rewritten is made of."""
+        values = [atom for atom in results if isinstance(atom, int)]
+        if self.windows is not None and joins_alike(eqn) and values:
+            zeros = [self.kind(atom) == ZERO for atom in operands]
+            self.windows.joins(eqn, operands, values, None, zeros)
 
     def on_all_rows(
         self, eqn: Any, operands: Sequence[Atom], zeros: Sequence[bool]

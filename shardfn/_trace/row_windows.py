@@ -21,6 +21,7 @@ from shardfn._trace.dim_marks import FIXED, ROWS, Marks
 from shardfn._trace.op_on_all_rows import DependsOnPlace, RowOperand, Site, site_of
 from shardfn._trace.row_cuts import RowCuts, apart
 from shardfn._trace.row_halos import Halos, windows_of
+from shardfn._trace.row_joins import cuts_alike, joins_alike, stacked, unstacked
 from shardfn._trace.row_prefixes import by_blocks, runs_over
 from shardfn._trace.row_rolls import Rolls, cuts_of_two
 from shardfn._trace.row_shifts import Pieces, RowPiece, cuts, join, shaped
@@ -30,11 +31,13 @@ Rewritten = tuple[Any, tuple[Atom, ...]]
 
 def cuts_most(closed: Any) -> bool:
     """Whether an equation of a jaxpr, or of one in it, cuts more than half out of a
-    dimension, half of it that may be all rows of another, or a window at each row, or
-    makes prefixes."""
+    dimension, half of it that may be all rows of another, or a window at each row,
+    makes prefixes, or joins arrays of as many rows each or cuts them apart."""
     jaxpr, _ = compat.open_jaxpr(closed)
     return any(
         cuts_of_two(eqn)
+        or joins_alike(eqn)
+        or cuts_alike(eqn)
         or bool(windows_of(eqn))
         or runs_over(eqn)
         or any(_is_most(size, rows) for rows, size in _sizes(eqn))
@@ -94,8 +97,20 @@ class Windows:
         if eqn.primitive.name == "broadcast_in_dim":
             self.spread[results[0]] = eqn, operands
         if len(results) == 1:
-            self.rolls.equation(eqn, operands, results[0], zeros)
             self.halos.equation(eqn, operands, results[0], zeros)
+        self.joins(eqn, operands, results, rule, zeros)
+
+    def joins(
+        self,
+        eqn: JaxprEqn,
+        operands: tuple[Atom, ...],
+        results: Sequence[int],
+        rule: OpShardingRule | None,
+        zeros: Sequence[bool],
+    ) -> None:
+        """Notes what an equation joins, also if it has been rewritten."""
+        if len(results) == 1:
+            self.rolls.equation(eqn, operands, results[0], zeros)
         rows = [mark == ROWS for mark in self.marks[results[0]]] if results else ()
         if len(results) == 1 and any(rows):
             self.cuts.equation(eqn, operands, results[0], rule, zeros, rows)
@@ -120,6 +135,12 @@ class Windows:
         if not isinstance(atom, int) or self.marks[atom][dim] != ROWS:
             return None
         return RowPiece(atom, dim, 0, self.pieces.avals[atom][0][dim])
+
+    def has_rows(self, atom: Atom) -> bool:
+        """Whether a value has rows of the batch along its first dimension, and is no
+        piece of them."""
+        marks = self.marks[atom] if isinstance(atom, int) else ()
+        return marks[:1] == (ROWS,) and self.window(atom) is None
 
     def is_window(self, value: int, dim: int, size: int) -> bool:
         """Whether so many along a dimension of a value are most of its rows."""
@@ -147,10 +168,13 @@ class Windows:
             return slid
         if prefixes := by_blocks(eqn, operands, self.devices, rows_along):
             return prefixes
+        if stack := stacked(eqn, operands, self.devices, self.has_rows):
+            return stack
         first = operands[0] if operands else -1
         marks = self.marks.get(first, ()) if isinstance(first, int) else ()
         if ROWS in marks and any(marks[dim] == ROWS for dim, _, n in cuts(eqn) if n):
-            return self.cuts.cut(eqn, first)
+            cut = self.cuts.cut(eqn, first)
+            return cut or unstacked(eqn, operands, self.devices, self.has_rows)
         if ROWS in marks:
             two = apart(eqn, lambda dim, size: marks[dim] == ROWS)
             if two is not None:
