@@ -20,6 +20,7 @@ from shardfn._core.program import Atom
 from shardfn._trace.dim_marks import FIXED, ROWS, Marks
 from shardfn._trace.op_on_all_rows import DependsOnPlace, RowOperand, Site, site_of
 from shardfn._trace.row_cuts import RowCuts, apart
+from shardfn._trace.row_features import orders_rows, with_one_dimension
 from shardfn._trace.row_halos import Halos, windows_of
 from shardfn._trace.row_joins import cuts_alike, joins_alike, stacked, unstacked
 from shardfn._trace.row_prefixes import by_blocks, runs_over
@@ -32,12 +33,14 @@ Rewritten = tuple[Any, tuple[Atom, ...]]
 def cuts_most(closed: Any) -> bool:
     """Whether an equation of a jaxpr, or of one in it, cuts more than half out of a
     dimension, half of it that may be all rows of another, or a window at each row,
-    makes prefixes, or joins arrays of as many rows each or cuts them apart."""
+    makes prefixes, joins arrays of as many rows each or cuts them apart, or takes rows
+    in another order."""
     jaxpr, _ = compat.open_jaxpr(closed)
     return any(
         cuts_of_two(eqn)
         or joins_alike(eqn)
         or cuts_alike(eqn)
+        or orders_rows(eqn)
         or bool(windows_of(eqn))
         or runs_over(eqn)
         or any(_is_most(size, rows) for rows, size in _sizes(eqn))
@@ -170,6 +173,8 @@ class Windows:
             return prefixes
         if stack := stacked(eqn, operands, self.devices, self.has_rows):
             return stack
+        if flat := with_one_dimension(eqn, operands, self.devices, self.has_rows):
+            return flat
         first = operands[0] if operands else -1
         marks = self.marks.get(first, ()) if isinstance(first, int) else ()
         if ROWS in marks and any(marks[dim] == ROWS for dim, _, n in cuts(eqn) if n):
