@@ -102,6 +102,31 @@ def of_while(test: int, body: int, operands: int) -> tuple[Region, ...]:
     return tested, looped
 
 
+def with_constants(
+    kind: str, before: Sequence[Region], more: int, operands: int, results: int
+) -> tuple[Region, ...]:
+    """The regions of a loop or call that is given more constants, last of those that
+    its body has.
+
+    Args:
+      kind: of the node: "scan", "while" or a call.
+      before: its regions.
+      more: how many constants it is given more.
+      operands: how many operands it then has.
+      results: how many results.
+
+    Returns:
+      The regions.
+    """
+    body = before[-1]
+    constants = len(body.constants) + more
+    if kind == "scan":
+        return of_scan(constants, len(body.carries), operands, results)
+    if kind == "while":
+        return of_while(len(before[0].constants), constants, operands)
+    return of_call(operands, results)
+
+
 def of_cond(branches: int, operands: int, results: int) -> tuple[Region, ...]:
     """The branches of a conditional: all take every operand but the index."""
     branch = Region(

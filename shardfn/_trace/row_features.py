@@ -28,23 +28,22 @@ def orders_rows(eqn: JaxprEqn) -> bool:
     """Whether an equation takes rows with several dimensions of features in another
     order: by their numbers, or the last one first; or puts them back, or adds them."""
     name = eqn.primitive.name
-    if not eqn.invars or len(getattr(eqn.invars[0].aval, "shape", ())) < 3:
+    features = getattr(eqn.invars[0].aval, "shape", ())[1:] if eqn.invars else ()
+    if not features[1:]:
         return False
     if name == "rev":
         return eqn.params["dimensions"] == (0,)
     if name == "gather":
         numbers, made = eqn.params["dimension_numbers"], eqn.outvars[0]
-        shape = shaped(eqn.invars[0]).shape
         return (
             not numbers.operand_batching_dims
             and numbers.collapsed_slice_dims == numbers.start_index_map == (0,)
-            and tuple(eqn.params["slice_sizes"]) == (1, *shape[1:])
-            and numbers.offset_dims == _last(shaped(made), len(shape) - 1)
+            and tuple(eqn.params["slice_sizes"]) == (1, *features)
+            and numbers.offset_dims == _last(shaped(made), len(features))
         )
     if name not in SCATTERS:
         return False
     numbers, updates = eqn.params["dimension_numbers"], shaped(eqn.invars[2])
-    features = shaped(eqn.invars[0]).shape[1:]
     return (
         not numbers.operand_batching_dims
         and numbers.inserted_window_dims == (0,)

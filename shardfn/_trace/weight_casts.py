@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shardfn._core import regions
 from shardfn._core.leaves import Names
 from shardfn._core.program import VALUE, Atom, Node, Program, number_of
+from shardfn._core.regions import with_constants
 from shardfn._trace.value_relations import SAME, relation_of
 
 _Key = tuple[Any, ...]
@@ -134,13 +134,8 @@ def _looped(loop: Node, taken: _Taken) -> Node:
     inputs, kinds = list(loop.inputs), list(loop.kinds)
     inputs[at:at] = [atom for _, atom in more]
     kinds[at:at] = [VALUE] * count
-    constant = len(region.constants) + count
-    if loop.kind == "scan":
-        sides = len(inputs), len(loop.outputs)
-        layout = regions.of_scan(constant, len(region.carries), *sides)
-    else:
-        tests = len(loop.regions[0].constants)
-        layout = regions.of_while(tests, constant, len(inputs))
+    sides = len(inputs), len(loop.outputs)
+    layout = with_constants(loop.kind, loop.regions, count, *sides)
     return replace(
         loop,
         inputs=tuple(inputs),
@@ -221,12 +216,13 @@ def _called_with(
 ) -> Node:
     """A remat whose body has these values as inputs, too."""
     inner = _with_inputs(inner, len(inner.inputs), values)
-    inputs = (*node.inputs, *operands)
+    inputs, count = (*node.inputs, *operands), len(operands)
+    sides = len(inputs), len(node.outputs)
     return replace(
         node,
         inputs=inputs,
-        kinds=(*node.kinds, *[VALUE] * len(operands)),
-        regions=regions.of_call(len(inputs), len(node.outputs)),
+        kinds=(*node.kinds, *[VALUE] * count),
+        regions=with_constants(node.kind, node.regions, count, *sides),
         bodies=(inner,),
     )
 
