@@ -17,6 +17,10 @@ from jax.extend.core import JaxprEqn, Literal
 
 from shardfn._core import compat
 from shardfn._core.program import Atom
+from shardfn._core.regions import Region
+
+Counting = tuple[int | None, ...]
+"""Along which of its dimensions each argument of a body counts, if it does."""
 
 # Of the dimension numbers of a gather and of a scatter: operand dimensions left out of
 # the result, those that the indices count in, and the batching ones of both.
@@ -63,6 +67,23 @@ class Counts:
             count = np.arange(size).reshape(-1, *[1] * (known.ndim - dim - 1))
             if np.array_equal(known, np.broadcast_to(count, known.shape)):
                 self.along[value] = dim
+
+    def inside(self, region: Region, operands: Sequence[Atom]) -> Counting:
+        """Along which dimension each argument of a body counts that is the same each
+        time that it runs; nothing if none does."""
+        entering = region.entering(operands)
+        found = tuple(
+            self.along.get(atom)
+            if i in region.constants and isinstance(atom, int)
+            else None
+            for i, atom in enumerate(entering)
+        )
+        return found if any(dim is not None for dim in found) else ()
+
+    def entering(self, inputs: Sequence[int], counting: Counting) -> None:
+        """Notes the arguments of a body."""
+        pairs = zip(inputs, counting, strict=False)
+        self.along.update((v, dim) for v, dim in pairs if dim is not None)
 
     def equation(self, eqn: JaxprEqn, operands: Sequence[Atom], result: int) -> None:
         """Notes the value that an equation makes."""

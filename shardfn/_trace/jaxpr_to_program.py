@@ -20,7 +20,7 @@ from shardfn._core.op_sharding_rule import OpShardingRule
 from shardfn._core.program import LITERAL, VALUE, ZERO, Atom, Node, Program, live
 from shardfn._core.rule_registry import rule_of
 from shardfn._trace.dim_marks import Marking, Marks, has_rows, marks_of
-from shardfn._trace.iota_indexing import Counts
+from shardfn._trace.iota_indexing import Counting, Counts
 from shardfn._trace.node_kinds import kind_of, may_merge
 from shardfn._trace.passes import Argument, mark_passes
 from shardfn._trace.row_joins import joins_alike
@@ -71,14 +71,21 @@ class _Builder:
     known: dict[Hashable, tuple[Any, ...]] = field(default_factory=dict)
     rules: dict[int, OpShardingRule | None] = field(default_factory=dict)
 
-    def build(self, closed: Any, call: Any, given: tuple[Marks, ...] = ()) -> Program:
+    def build(
+        self,
+        closed: Any,
+        call: Any,
+        given: tuple[Marks, ...] = (),
+        counting: Counting = (),
+    ) -> Program:
         """The program of a jaxpr that `call` runs. `given` says what lies along the
-        dimensions of its arguments, if that matters."""
+        dimensions of its arguments, if that matters, and `counting` along which of them
+        an argument counts."""
         given = given if _matters(given, closed) else ()
-        key = id(closed), given
+        key = id(closed), given, counting
         if key not in self.cache:
             self.keep_alive.append(closed)
-            self.cache[key] = _Values(self).run(closed, call, given)
+            self.cache[key] = _Values(self).run(closed, call, given, counting)
         return self.cache[key]
 
     def eqn_key(
@@ -121,8 +128,11 @@ class _Values:
 
     windows: Windows | None = None
 
-    def run(self, closed: Any, call: Any, given: tuple[Marks, ...]) -> Program:
+    def run(
+        self, closed: Any, call: Any, given: tuple[Marks, ...], counting: Counting
+    ) -> Program:
         inputs = tuple(self.new(v.aval) for v in compat.open_jaxpr(closed)[0].invars)
+        self.counts.entering(inputs, counting)
         if given:
             marks = dict(zip(inputs, given, strict=True))
             self.windows = Windows(self.pieces, marks, self.builder.devices)
@@ -236,7 +246,12 @@ class _Values:
         if equal is not None and any(isinstance(atom, int) for atom in operands):
             return equal
         kind, jaxprs, layout = kind_of(eqn)
-        bodies = tuple(self.builder.build(jaxpr, eqn) for jaxpr in jaxprs)
+        bodies = tuple(
+            self.builder.build(
+                jaxpr, eqn, counting=self.counts.inside(region, operands)
+            )
+            for jaxpr, region in zip(jaxprs, layout, strict=True)
+        )
         outputs = tuple(self.new(v.aval) for v in eqn.outvars)
         rule = self.builder.rule(eqn, eqn_key) if kind == "op" else None
         node = Node(
@@ -273,8 +288,13 @@ class _Values:
         operands = marks_of(self, node, marks)
         if node.bodies:
             given = marking.entering(node, operands)
-            bodies = zip(jaxprs, given, strict=True)
-            built = (self.builder.build(b, node.eqn, tuple(m)) for b, m in bodies)
+            bodies = zip(jaxprs, given, node.regions, strict=True)
+            built = (
+                self.builder.build(
+                    b, node.eqn, tuple(m), self.counts.inside(region, node.inputs)
+                )
+                for b, m, region in bodies
+            )
             node = replace(node, bodies=tuple(built))
         made = marking.results(self, node, operands)
         marks.update(zip(node.outputs, made, strict=True))

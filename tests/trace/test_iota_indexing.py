@@ -13,6 +13,19 @@ from plan_helpers import cpu_mesh
 import shardfn
 
 ROWS = jnp.arange(16)
+
+
+def repeated(x: jax.Array, i: jax.Array, rows: jax.Array) -> jax.Array:
+    """Lookups and additions in each iteration; `rows` comes from outside."""
+
+    @jax.checkpoint
+    def one(x: jax.Array) -> jax.Array:
+        columns = (i[:, None] + jnp.int32(x[:, :1, 0] * 0)) % 5
+        return x.at[rows, columns].add(jnp.tanh(x[rows, columns]) * 0.0)
+
+    return jax.lax.scan(lambda x, _: (one(x), None), x, length=3)[0]
+
+
 LOOKUPS: dict[str, Callable] = {
     "pairs": lambda x, i: x[jnp.arange(16), i],
     "negative": lambda x, i: x[jnp.arange(16), -1 - i],
@@ -27,6 +40,13 @@ LOOKUPS: dict[str, Callable] = {
     "max": lambda x, i: x.at[jnp.arange(16), i].max(0.0),
     "outside": lambda x, i: x.at[jnp.arange(16), i * 3].get(mode="fill", fill_value=9),
     "dropped": lambda x, i: x.at[jnp.arange(16), i * 3].add(1.0, mode="drop"),
+    "in a remat in a loop": lambda x, i: repeated(x, i, jnp.arange(16)[:, None]),
+    "in a loop in a loop": lambda x, i: jax.lax.fori_loop(
+        0, 2, lambda _, x: repeated(x, i, ROWS[:, None]), x
+    ),
+    "in a branch": lambda x, i: jax.lax.cond(
+        i[0] < 1, lambda x, rows: x.at[rows, i].add(1.0), lambda x, _: x, x, ROWS
+    ),
     "batched already": lambda x, i: jax.vmap(
         lambda x: x[jnp.arange(5), jnp.arange(5) % 3]
     )(x),
@@ -35,6 +55,12 @@ OTHERS: dict[str, Callable] = {
     "shifted": lambda x, i: x[jnp.arange(16) - 1, i],
     "not all rows": lambda x, i: x[jnp.arange(15), i[:15]],
     "twice": lambda x, i: x[jnp.arange(16) % 8, i],
+    "in a loop, others each time": lambda x, i: jax.lax.fori_loop(
+        0, 2, lambda k, x: x.at[(ROWS + k) % 16, i].add(x[:, 0] * 2.0), x
+    ),
+    "in a loop, carried": lambda x, i: jax.lax.fori_loop(
+        0, 2, lambda _, c: (c[0].at[c[1], i].add(c[0][:, 0]), c[1][::-1]), (x, ROWS)
+    )[0],
 }
 
 
