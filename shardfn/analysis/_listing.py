@@ -143,12 +143,14 @@ def _stored_text(sharding: Sharding, axes: Axes, memory: str) -> str:
 class _Parameters:
     """The bytes of what forward and backward passes gather, each parameter once.
 
-    A loop may gather a parameter part by part, or the same one in each iteration: it
-    has no more bytes than its leaf. What belongs to no leaf goes by its line.
+    A pass may gather a parameter part by part, in a loop or where layers are written
+    out, or the same one in each iteration: it has no more bytes than its leaf. What
+    belongs to no leaf goes by its line.
     """
 
     leaves: Mapping[str, Leaf]
     bytes: dict[Hashable, int] = field(default_factory=dict)
+    parts: dict[tuple[str, str], dict[Hashable, int]] = field(default_factory=dict)
 
     def add(self, line: Collective, names: Names, size: int, itemsize: int) -> None:
         total = size * (line.times or 1)
@@ -159,7 +161,9 @@ class _Parameters:
         for name in names:
             leaf = self.leaves[name]
             whole = math.prod(part_shape(leaf.aval.shape, leaf.auto or ())) * itemsize
-            alone = min(total, max(whole, size))
+            parts = self.parts.setdefault((name, line.phase), {})
+            parts[line.value] = max(parts.get(line.value, 0), total)
+            alone = min(sum(parts.values()), max(whole, size))
             self.most(name, alone if len(names) == 1 else whole)
 
     def most(self, key: Hashable, size: int) -> None:

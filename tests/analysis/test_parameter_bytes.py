@@ -81,3 +81,25 @@ def test_m_leaves_out_what_only_the_optimizer_gathers() -> None:
     )
     assert any(c.phase == "update" for c in plan.collectives)
     assert plan.parameter_bytes == 2 * 4 * 16 * 16
+
+
+@pytest.mark.parametrize("again", ["auto", True, False])
+def test_m_counts_each_piece_of_a_stack(again) -> None:
+    """Layers that are written out, each of which takes its own."""
+
+    def step(state, x):
+        def loss(w):
+            y = x
+            for i in range(3):
+                y = jnp.tanh(y @ w[i])
+            return jnp.sum(y @ w[0].T)
+
+        value, g = jax.value_and_grad(loss)(state)
+        return state - 0.1 * g, value
+
+    sharded = shardfn.fully_shard(
+        step, make_mesh("4"), min_size=2, reshard_after_forward=again
+    )
+    w = np.ones((3, 16, 16), np.float32)
+    plan = sharded.plan(w, np.ones((16, 16), np.float32))
+    assert plan.parameter_bytes == w.nbytes
