@@ -97,7 +97,8 @@ class GatherTerms(Move):
 
 
 class AllToAll(Move):
-    """The split of one dimension becomes one of another."""
+    """The split of one dimension becomes one of another, along all axes that split it
+    together."""
 
     name = op = "all_to_all"
     hlo_ops = ("all-to-all", "ragged-all-to-all")
@@ -106,16 +107,21 @@ class AllToAll(Move):
     trips = 1
 
     def fits(self, shape: Sequence[int], axes: Axes) -> bool:
-        """Both dimensions have to be divided, and the first by this axis alone."""
+        """Both dimensions have to be divided, and the first by these axes alone."""
         state, goal = self.state, self.goal
         assert isinstance(state, Split) and isinstance(goal, Split)
         if min(state.dim, goal.dim) < 0:
             return False
-        if axes_of(self.before, state.dim) != (self.axis,):
+        if axes_of(self.before, state.dim) != self.over:
             return False
-        count = axes.sizes[self.axis]
-        local = local_shape(shape, on_axis(self.before, self.axis, None), axes)
+        count, whole = self.devices(shape, axes), self.before
+        for axis in self.over:
+            whole = on_axis(whole, axis, None)
+        local = local_shape(shape, whole, axes)
         return shape[state.dim] % count == 0 and local[goal.dim] % count == 0
+
+    def devices(self, shape: Sequence[int], axes: Axes) -> int:
+        return math.prod(along(self.before, axis, axes) for axis in self.over)
 
 
 class Regroup(Move):
@@ -152,10 +158,11 @@ class Regroup(Move):
         """Who sends what to whom; the other way round, if it goes back."""
         assert isinstance(self.state, Split) and isinstance(self.goal, Split)
         runs = self.goal.runs or self.state.runs
-        return Regrouping(runs, axes.sizes[self.axis])
+        return Regrouping(runs, math.prod(axes.sizes[axis] for axis in self.over))
 
     def messages(self, shape: Sequence[int], axes: Axes) -> tuple[Message, ...]:
-        units, n = self.units(axes), axes.sizes[self.axis]
+        units = self.units(axes)
+        n = units.devices
         unit = math.prod(local_shape(shape, self.before, axes)) // units.runs
         exchanged = unit * units.exchanged * n
         found = [Message(self.op, exchanged, n, exchanged * (n - 1) / n)]

@@ -83,8 +83,32 @@ def _arrived(now: Sharding, end: Sharding, state: Split) -> Sharding:
 
 
 def _next(now: Sharding, end: Sharding, shape: Sequence[int], axes: Axes) -> Sharding:
-    steps = (_shrink, _mark_terms, _reduce, _gather)
+    steps = (_exchange, _shrink, _mark_terms, _reduce, _gather)
     return next(s for s in (step(now, end, shape, axes) for step in steps) if s)
+
+
+def _exchange(
+    now: Sharding, end: Sharding, shape: Sequence[int], axes: Axes
+) -> Sharding | None:
+    """Exchanges a dimension for another along all axes that are to split it, at once:
+    the blocks of one axis alone would not lie together."""
+    for axis, state in enumerate(now):
+        if not isinstance(state, Split):
+            continue
+        every = axes_of(now, state.dim)
+        goal = end[axis]
+        if len(every) < 2 or every[0] != axis or not isinstance(goal, Split):
+            continue
+        if goal.dim == state.dim or axes_of(now, goal.dim):
+            continue
+        if axes_of(end, goal.dim) != every or state.group or goal.group:
+            continue
+        after = now
+        for each in every:
+            after = on_axis(after, each, end[each])
+        if move_of(now, after).fits(shape, axes):
+            return after
+    return None
 
 
 def _shrink(
@@ -97,6 +121,9 @@ def _shrink(
             continue
         after = on_axis(now, axis, goal)
         if isinstance(state, Split) and state.dim == goal.dim:
+            if state.runs:  # all axes that split them together
+                for each in axes_of(now, state.dim):
+                    after = on_axis(after, each, end[each])
             return after
         if not move_of(now, after).fits(shape, axes):
             continue

@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from shardfn._core import compat
 from shardfn._core.barrier import barrier, undelayed_on_gpus
@@ -190,7 +189,7 @@ class _Run:
         """Lets nothing use a whole value before the part of it that stays is cut off:
         a compiler that cuts late keeps the whole until then."""
         refs = step.source, step.result
-        both = lax.optimization_barrier([self.env[ref] for ref in refs])
+        both = barrier(*(self.env[ref] for ref in refs))
         self.env.update(zip(refs, both, strict=True))
 
     def tied(self, step: Reshard) -> Any:

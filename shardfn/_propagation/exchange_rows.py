@@ -6,7 +6,7 @@ exchange rows of the batch for parts of all rows in front of the op, and back be
 What is before and after that stays as it is.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from shardfn._core.limits import EXCHANGE_SHARE, LATENCY_BYTES
@@ -18,6 +18,7 @@ from shardfn._core.resharding import reshard_path
 from shardfn._core.sharding import (
     Split,
     Unreduced,
+    axes_of,
     without_origin,
 )
 from shardfn._core.sizes import itemsize
@@ -43,16 +44,16 @@ def exchange_rows(site: OpSite, decision: Decision) -> Decision:
       The decision, or one that leaves its results alike.
     """
     forced: dict[int, str] = {}
-    for axis, count in enumerate(site.axes.sizes):
-        if count == 1 or not _moves_rows(site, decision, axis):
+    for group in _together(site):
+        if not all(_moves_rows(site, decision, axis) for axis in group):
             continue
         now = _sent(site, decision)
-        for factor, other in _others(site, decision, forced, axis) if now[1] else ():
+        for factor, other in _others(site, decision, forced, group) if now[1] else ():
             other = replace(other, results=decision.results)
             sent = _sent(site, other)
             saves = _price(sent) <= (1 - EXCHANGE_SHARE) * _price(now)
             if saves and sent[0] <= now[0]:
-                forced[axis] = factor
+                forced.update(dict.fromkeys(group, factor))
                 now, decision = sent, other
     if forced:
         decision = replace(decision, notes=(*decision.notes, EXCHANGED))
@@ -85,24 +86,41 @@ def _moves_rows(site: OpSite, decision: Decision, axis: int) -> bool:
     return True
 
 
+def _together(site: OpSite) -> list[tuple[int, ...]]:
+    """The mesh axes of more than one device, those together that split rows of the
+    batch together."""
+    groups: list[tuple[int, ...]] = []
+    for axis, count in enumerate(site.axes.sizes):
+        if count == 1 or any(axis in group for group in groups):
+            continue
+        every = {axis}
+        for state in site.states:
+            split = state[axis]
+            if isinstance(split, Split) and not split.stored:
+                every.update(axes_of(state, split.dim))
+        groups.append(tuple(a for a in sorted(every) if site.axes.sizes[a] > 1))
+    return groups
+
+
 def _others(
-    site: OpSite, now: Decision, forced: Mapping[int, str], axis: int
+    site: OpSite, now: Decision, forced: Mapping[int, str], group: Sequence[int]
 ) -> Iterator[tuple[str, Decision]]:
-    """Decisions in which `axis` splits another factor, one that stands in a result."""
+    """Decisions in which these axes split another factor, one that stands in a
+    result."""
     standing = (site.rule.major(d, i) for d in site.rule.results for i in range(len(d)))
     for factor in dict.fromkeys(standing):
-        if factor is None or (factor, axis) in now.parts:
+        if factor is None or any((factor, axis) in now.parts for axis in group):
             continue
         other = replace(
             site,
-            forced={**forced, axis: factor},
+            forced={**forced, **dict.fromkeys(group, factor)},
             operands=[],
             results=[],
             parts=[],
             notes=[],
         )
         decided = other.decide()
-        if (factor, axis) in decided.parts:
+        if all((factor, axis) in decided.parts for axis in group):
             yield factor, decided
 
 

@@ -160,7 +160,8 @@ class OpSite(SplittableFactors):
                 continue
             factor = self.factor(self.rule.operands[i], split.dim)
             kind = stored_factors if split.stored else batch
-            if factor is not None and can_part(factor, split.stored):
+            together = split.stored or self.part_together(axis, i, factor)
+            if factor is not None and can_part(factor, split.stored) and together:
                 kind[factor] = kind.get(factor, 0) + nbytes(self.operand_avals[i])
                 if not split.moved:
                     came.add(factor)

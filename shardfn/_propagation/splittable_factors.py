@@ -26,6 +26,7 @@ from shardfn._core.sharding import (
     Axes,
     Sharding,
     Split,
+    axes_of,
     flat,
 )
 from shardfn._core.sizes import elements
@@ -111,6 +112,28 @@ class SplittableFactors:
             if (dim := self.rule.dim_of(dims, factor)) is not None
         )
 
+    def part_together(self, axis: int, i: int, factor: str | None) -> bool:
+        """Whether `axis` and the minor axes that split a dimension of operand `i` with
+        it may all split `factor`, or what is left of it until it is split down to
+        single elements. If only some may, the others would have to gather. None may if
+        a more major axis splits runs of it."""
+        state = self.states[i][axis]
+        if factor is None or not isinstance(state, Split) or is_flat_factor(factor):
+            return True
+        dim = self.rule.operands[i][state.dim]
+        if any(f in dim[dim.index(factor) + 1 :] for f, _ in self.parts):
+            return False
+        parts = (self.axes.sizes[a] for f, a in self.parts if f == factor)
+        left = self.rule.size(factor) // math.prod(parts)
+        for minor in axes_of(self.states[i], state.dim):
+            count = self.axes.sizes[minor]
+            if minor < axis or left == 1:
+                continue
+            if left % count:
+                return False
+            left //= count
+        return True
+
     def can_part_flat(self, factor: str) -> bool:
         """Whether all values but scalars keep the dimensions in front of the flat
         ones."""
@@ -132,11 +155,7 @@ class SplittableFactors:
     def run_factor(self, axis: int, i: int, split: Split) -> str | None:
         """The factor of equal runs, such as the rows of each microbatch, that `axis`
         may split instead of the runs themselves, which are too few."""
-        state, aval = self.states[i], self.operand_avals[i]
-        alone = [s for s in state if isinstance(s, Split) and s.dim == split.dim]
-        if not self.rule.regroups or split.stored or split.dim < 0 or len(alone) > 1:
-            return None
-        if self.parts or not isinstance(aval.dtype, np.dtype):
+        if not self.may_regroup(i, split):
             return None
         dims = self.rule.operands[i][split.dim]
         factors = self.lasting(dims)
@@ -149,18 +168,14 @@ class SplittableFactors:
         )
         at = self.rule.dim_of(result, minor)
         leads = at is not None and self.rule.major(result, at) == minor
-        divides = self.rule.size(minor) % self.axes.sizes[axis] == 0
+        divides = self.all_divide(i, split, minor)
         preferred = preferences[axis] != frozenset({None})
         return minor if leads and divides and preferred else None
 
     def joined_factor(self, axis: int, i: int, split: Split) -> str | None:
         """The factor of rows in equal runs that are joined, which `axis` may split
         though the runs, which lead in the result, are too few."""
-        state, aval = self.states[i], self.operand_avals[i]
-        alone = [s for s in state if isinstance(s, Split) and s.dim == split.dim]
-        if not self.rule.regroups or split.stored or split.dim < 0 or len(alone) > 1:
-            return None
-        if self.parts or not isinstance(aval.dtype, np.dtype):
+        if not self.may_regroup(i, split):
             return None
         factors = self.lasting(self.rule.operands[i][split.dim])
         if len(factors) != 1 or factors[0] in self.rule.whole:
@@ -168,9 +183,23 @@ class SplittableFactors:
         (result,), (preferences,) = self.rule.results, self.preferences
         at = self.rule.dim_of(result, factors[0])
         joins = at is not None and len(self.lasting(result[at])) == 2
-        divides = self.rule.size(factors[0]) % self.axes.sizes[axis] == 0
+        divides = self.all_divide(i, split, factors[0])
         preferred = preferences[axis] != frozenset({None})
         return factors[0] if joins and divides and preferred else None
+
+    def may_regroup(self, i: int, split: Split) -> bool:
+        """Whether the op may run on blocks of runs of operand `i`."""
+        if not self.rule.regroups or split.stored or split.dim < 0:
+            return False
+        return isinstance(self.operand_avals[i].dtype, np.dtype)
+
+    def all_divide(self, i: int, split: Split, factor: str) -> bool:
+        """Whether all axes that split a dimension of operand `i` together divide a
+        factor, and no axis splits another one."""
+        together = axes_of(self.states[i], split.dim)
+        count = math.prod(self.axes.sizes[axis] for axis in together)
+        alone = all(f == factor and a in together for f, a in self.parts)
+        return alone and self.rule.size(factor) % count == 0
 
     def lasting(self, dim: Dim) -> list[str]:
         """The factors of a dimension that have more than one element."""

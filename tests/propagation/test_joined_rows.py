@@ -102,9 +102,15 @@ def test_steps_are_those_of_the_plain_step(loss: Loss, sizes: Any) -> None:
     assert_steps_alike(*sharded(loss, *sizes))
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_no_rows_are_gathered(loss: Loss) -> None:
-    _, step, p, batch = sharded(loss, 8)
+ALONG_BOTH = [two_views, five_views, twice, cut_again, grouped]
+"""Halves that are cut apart lie on one replica each, of two."""
+CASES = [*((loss, (8,)) for loss in LOSSES), *((loss, (2, 4)) for loss in ALONG_BOTH)]
+
+
+@pytest.mark.parametrize("loss, sizes", CASES)
+def test_no_rows_are_gathered(loss: Loss, sizes: Any) -> None:
+    """Along both mesh axes at once, if these split the rows."""
+    _, step, p, batch = sharded(loss, *sizes)
     plan = step.plan(p, batch)
     arrays = [c for c in plan.collectives if c.shape and not c.path]
     assert {c.op for c in arrays} <= {"all_to_all", "ppermute"}

@@ -12,6 +12,7 @@ import pytest
 from layered import HIDDEN, KINDS, LAYERS, ROWS, STATE, UNROLLED, WIDTH, train
 from plan_helpers import (
     assert_moves_hold,
+    assert_steps_alike,
     cpu_mesh,
     emitted_moves,
     gathers,
@@ -193,3 +194,26 @@ def test_names_of_groups() -> None:
     assert axes.bound(1, 6) == ("data__1", "data__2")
     assert axes.bound(1, 2) == ("data__2",)
     assert Axes(("data",), (8,)).bound(0) == ("data",)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_a_weight_of_a_loop_on_replicated_values_is_kept_in_parts(remat: bool) -> None:
+    """As of a power iteration: what the loop carries is whole on every device, and so
+    is the weight, though a part of it was cut off."""
+
+    def step(w: jax.Array, x: jax.Array) -> Any:
+        def norm(w: jax.Array) -> jax.Array:
+            def one(v: jax.Array) -> jax.Array:
+                return jnp.tanh(w @ v)
+
+            body = jax.checkpoint(one) if remat else one
+            v, _ = jax.lax.scan(lambda v, _: (body(v), None), jnp.ones(13), length=3)
+            return jnp.sum(v**2)
+
+        loss, grads = jax.value_and_grad(norm)(w)
+        return w - 0.1 * grads, loss + x.mean()
+
+    case = shard_fn(step, cpu_mesh(4), (13, 13), (8, 13), reshard_after_forward=2)
+    assert within(case.plan, 2) == {("backward", "state")}
+    w = jnp.asarray(np.random.default_rng(0).normal(size=(13, 13)), jnp.float32)
+    assert_steps_alike(step, case.step, w, jnp.ones((8, 13)))
