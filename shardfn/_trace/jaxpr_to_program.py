@@ -125,7 +125,6 @@ class _Values:
     pieces: Pieces = field(default_factory=Pieces)
     unordered: Unordered = field(default_factory=Unordered)
     shared: SharedTerms = field(default_factory=SharedTerms)
-
     windows: Windows | None = None
 
     def run(
