@@ -23,7 +23,7 @@ from shardfn._trace.dim_marks import Marking, Marks, has_rows, marks_of
 from shardfn._trace.iota_indexing import Counting, Counts
 from shardfn._trace.node_kinds import kind_of, may_merge
 from shardfn._trace.passes import Argument, mark_passes
-from shardfn._trace.row_joins import joins_alike
+from shardfn._trace.row_joins import cuts_alike, joins_alike
 from shardfn._trace.row_shifts import Pieces
 from shardfn._trace.row_windows import Windows, cuts_most
 from shardfn._trace.shared_terms import SharedTerms
@@ -213,11 +213,11 @@ class _Values:
             or self.unordered.ordered_no_more(eqn, operands)
         )
 
-    def note_join(
-        self, eqn: Any, operands: tuple[Atom, ...], results: tuple[Atom, ...]
-    ) -> None:
-        """Notes what a join that has been rewritten is made of."""
+    def note_join(self, eqn: Any, operands: Any, results: Sequence[Atom]) -> None:
+        """Notes of what a join or a cut that has been rewritten is made."""
         values = [atom for atom in results if isinstance(atom, int)]
+        if cuts_alike(eqn) and len(values) == len(results):
+            self.pieces.equation(eqn, operands, values)
         if self.windows is not None and joins_alike(eqn) and values:
             zeros = [self.kind(atom) == ZERO for atom in operands]
             self.windows.joins(eqn, operands, values, None, zeros)

@@ -74,13 +74,14 @@ def unstacked(
 
     Returns:
       None if it does not cut one of several arrays of as many rows, or devices do not
-      divide these.
+      divide these, or have some of them whole.
     """
     if not cuts_alike(eqn) or devices < 2 or not is_rows(operands[0]):
         return None
     found, given = cuts(eqn), shaped(eqn.invars[0])
     size = found[0][2]
-    if size % devices or not isinstance(given.dtype, np.dtype):
+    whole = given.shape[0] // size % devices == 0
+    if size % devices or whole or not isinstance(given.dtype, np.dtype):
         return None
 
     def run(x: jax.Array) -> list[jax.Array]:
