@@ -189,7 +189,8 @@ class _Run:
         """Lets nothing use a whole value before the part of it that stays is cut off:
         a compiler that cuts late keeps the whole until then."""
         refs = step.source, step.result
-        both = barrier(*(self.env[ref] for ref in refs))
+        leaves, tree = jax.tree.flatten([self.env[ref] for ref in refs])
+        both = jax.tree.unflatten(tree, barrier(*leaves))
         self.env.update(zip(refs, both, strict=True))
 
     def tied(self, step: Reshard) -> Any:
