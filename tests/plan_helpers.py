@@ -173,19 +173,27 @@ def emitted(sharded: Sharded) -> list[Emitted]:
 def emitted_moves(sharded: Sharded) -> Moves:
     moves: Moves = Counter()
     for c in emitted(sharded):
-        moves[c.op, c.dtype, c.elements, c.devices] += c.times
+        moves[c.op, c.dtype, c.elements, _group(c.op, c.devices)] += c.times
     return moves
+
+
+def _group(op: str, devices: int) -> int:
+    """How many devices talk to each other; of a permute, whose cycles differ, one."""
+    return 1 if op == "ppermute" else devices
 
 
 def planned_moves(plan: shardfn.Plan) -> Moves:
     """The plan's collectives, their sizes recovered from the bytes on the wire."""
     moves: Moves = Counter()
     for c in plan.collectives:
+        assert c.times is not None
+        if c.op == "ppermute":  # all of it goes to another device
+            moves[c.op, c.dtype, c.elements, 1] += c.times
+            continue
         n = c.devices
         rounds = 2 if c.op == "all_reduce" else 1
         bytes_, rest = divmod(c.wire_bytes * n, (n - 1) * rounds)
         assert not rest, f"{c} does not send a whole number of elements"
-        assert c.times is not None
         moves[c.op, c.dtype, bytes_ // jnp.dtype(c.dtype).itemsize, n] += c.times
     return moves
 
@@ -198,7 +206,7 @@ def hlo_moves(found: Iterable[HloCollective]) -> Moves:
     moves: Moves = Counter()
     for c in found:
         assert c.exact, f"{c} is in a loop without a known trip count"
-        moves[c.op, c.dtype, c.elements, c.group_size] += c.times
+        moves[c.op, c.dtype, c.elements, _group(c.op, c.group_size)] += c.times
     return moves
 
 
