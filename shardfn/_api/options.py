@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 from shardfn._api.predicted_latencies import Latencies
 from shardfn._core.errors import ShardingError, call_site
 from shardfn._core.leaf_options import LEAF_OPTIONS, LeafOptions
-from shardfn._core.limits import DOC_WIDTH
+from shardfn._core.shown_limits import DOC_WIDTH
 from shardfn._lowering.xla_options import Asked
 
 Made = TypeVar("Made", bound=Callable[..., Any])

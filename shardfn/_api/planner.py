@@ -17,11 +17,12 @@ from shardfn._core.automatic_axes import auto_names
 from shardfn._core.control import Control
 from shardfn._core.errors import listed
 from shardfn._core.leaves import Leaf, leaf_name
-from shardfn._core.limits import SHOWN_LEAVES, STATIONARY_BYTES, STATIONARY_SHARE
+from shardfn._core.limits import STATIONARY_BYTES, STATIONARY_SHARE
 from shardfn._core.memories import HOST
 from shardfn._core.option_values import StoredAxis
 from shardfn._core.program import Program
 from shardfn._core.sharding import Axes, Sharding
+from shardfn._core.shown_limits import SHOWN_LEAVES
 from shardfn._lowering.choose_dimensions import StoredByUse, choose_dimensions
 from shardfn._lowering.interpreter import emit
 from shardfn._lowering.plan_jaxpr import Planner, StepFacts, plan_jaxpr
@@ -100,8 +101,7 @@ def plan_traced(
     notes = (
         *traced.meaning.notes,
         *_nothing_sharded(state, stored, axes, min_size),
-        *made.stationary.notes,
-        *made.owners.notes,
+        *made.notes,
         *residual_notes(made.program, made.body, axes),
         *(f"mesh axis {n}={size} is left to XLA, unused" for n, size in unused),
     )

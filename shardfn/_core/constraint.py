@@ -126,6 +126,11 @@ def split_of_state(x: jax.Array, axis: str, dim: int) -> jax.Array:
     return constrain_p.bind(x, spec=spec, of_state=True)
 
 
+def split_rows(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
+    """`x` split along one dimension by these mesh axes, as rows of the batch are."""
+    return _bind(x, tuple(axes if d == dim else () for d in range(x.ndim)))
+
+
 def _entry(entry: Any) -> tuple[str, ...] | None:
     if entry is PartitionSpec.UNCONSTRAINED:
         return None

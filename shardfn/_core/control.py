@@ -15,10 +15,10 @@ import jax
 
 from shardfn._core.errors import ShardingError, call_site, called, cannot_be, listed
 from shardfn._core.leaf_options import LEAF_OPTIONS, LeafOptions
-from shardfn._core.limits import SHOWN_MATCHES
 from shardfn._core.option_values import Option, StoredAxis, gives_axes
 from shardfn._core.quantized import is_quantized
 from shardfn._core.sharding import Axes
+from shardfn._core.shown_limits import SHOWN_MATCHES
 
 Choices = tuple[tuple[str, Any], ...]
 """Path patterns and what they choose, the first match first."""

@@ -16,7 +16,7 @@ import jax
 from jax.extend.core import JaxprEqn, jaxprs_in_params
 
 from shardfn._core import compat
-from shardfn._core.limits import SHOWN_LEAVES, SHOWN_VALUE
+from shardfn._core.shown_limits import SHOWN_LEAVES, SHOWN_VALUE
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 

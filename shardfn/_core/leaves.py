@@ -12,8 +12,8 @@ import jax
 from jax.tree_util import keystr
 
 from shardfn._core.automatic_axes import AutoSplit
-from shardfn._core.limits import SHOWN_NAMES
 from shardfn._core.memories import DEVICE
+from shardfn._core.shown_limits import SHOWN_NAMES
 
 Names = tuple[str, ...]
 """Names of the state leaves that a value belongs to: several if it joins them."""

@@ -93,6 +93,26 @@ JOINED_BYTES = 2**22
 collective: at 450 GB/s, one way of an H100's links, they take ten microseconds, about
 as long as a collective takes to begin."""
 
+# Which rows that a step makes are split
+
+GENERATED_FLOPS = 2**30
+"""FLOPs that a device has on whole rows which the step itself makes, from which on it
+is tried to split these: fewer take microseconds."""
+
+GENERATED_SHARE = 0.2
+"""The part of a device's FLOPs that these have to be, too, and the part of the time, by
+`REPEATED_FLOPS`, that has to be saved for rows to be split."""
+
+GENERATED_TRIALS = 8
+"""Operations that make rows of which each dimension is tried, those with most work
+behind them first: each trial plans the step once more."""
+
+REPEATED_FLOPS = 16384
+"""FLOPs that a device computes while it sends a byte, where rows that a step makes
+by itself are split or not. An H100 that keeps 60% of its 989 TFLOP/s computes 12,000
+while it sends one at 50 GB/s, a v5p about 2,000; with more, it has to be faster on
+both."""
+
 # What is quantized on the wire
 
 QUANTIZED_ELEMENTS = 2**16
@@ -279,42 +299,3 @@ ADVISED_SHARE = 0.03
 
 ADVISED = 2
 """Options that a report names at most."""
-
-# How much is shown
-
-SHOWN_LEAVES = 8
-"""Leaves that a message names before it counts the others."""
-
-SHOWN_MATCHES = 20
-"""The same where a pattern matches none of them."""
-
-SHOWN_NAMES = 4
-"""Names that are written out of those of a value that joins several leaves."""
-
-SHOWN_LINES = 40
-"""Lines of the difference between two processes' programs."""
-
-SHOWN_STATIC = 80
-"""Characters of static data, before and after a step has changed it."""
-
-SHOWN_VALUE = 80
-"""The same of a wrong value of an option."""
-
-SHOWN_ARRAY_BYTES = 64
-"""Of a captured array that a listing shows."""
-
-PRINTED_BYTES = 2**20
-"""From which on the values of a stored leaf are not printed: that gathers it."""
-
-PAGE_LEAVES = 60
-"""Leaves that a report's page lists one by one; the others are summed up."""
-
-PAGE_POINTS = 1500
-"""Points of the page's curve of memory."""
-
-DOC_WIDTH = 84
-"""Characters in a line of `fully_shard`'s docstring."""
-
-LOCAL_READINGS = 16
-"""Sets of arguments that are tried as the state of a step inside `shard_map`: a trace
-each where their shapes differ, of steps with up to four arguments like its states."""

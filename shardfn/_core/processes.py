@@ -17,7 +17,8 @@ import jax
 
 from shardfn._core import compat
 from shardfn._core.errors import ShardingError, call_site, called
-from shardfn._core.limits import PROCESS_SECONDS, SHOWN_LINES
+from shardfn._core.limits import PROCESS_SECONDS
+from shardfn._core.shown_limits import SHOWN_LINES
 
 _often: Counter[str] = Counter()
 """How often each group of processes has met."""

@@ -15,16 +15,12 @@ from typing import Any
 from shardfn._core import compat
 from shardfn._core.constraint import split_of_state
 from shardfn._core.errors import listed, where
-from shardfn._core.limits import (
-    SHOWN_LEAVES,
-    STATIONARY_BYTES,
-    STATIONARY_LIVE,
-    STATIONARY_SHARE,
-)
+from shardfn._core.limits import STATIONARY_BYTES, STATIONARY_LIVE, STATIONARY_SHARE
 from shardfn._core.phases import UPDATE
 from shardfn._core.plan import BodyPlan, Reshard, communicating_moves
 from shardfn._core.program import VALUE, Node, Program
 from shardfn._core.sharding import Axes
+from shardfn._core.shown_limits import SHOWN_LEAVES
 from shardfn._core.sizes import nbytes
 from shardfn._lowering.live_bytes import live_bytes
 from shardfn._lowering.sent_bytes import Made, Sent, sent

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from shardfn._core.errors import listed
 from shardfn._core.limits import (
     LATENCY_BYTES,
-    SHOWN_LEAVES,
     STATIONARY_BYTES,
     STATIONARY_GROUPS,
     STATIONARY_LIVE,
@@ -22,6 +21,7 @@ from shardfn._core.limits import (
     STATIONARY_SHARE,
 )
 from shardfn._core.sharding import Axes
+from shardfn._core.shown_limits import SHOWN_LEAVES
 from shardfn._lowering.live_bytes import live_bytes
 from shardfn._lowering.sent_bytes import (
     Made,

@@ -16,6 +16,7 @@ from shardfn._core.plan import BodyPlan
 from shardfn._core.program import Program, aval_of
 from shardfn._core.sharding import Axes, Sharding, stored_shape
 from shardfn._core.stages import Observer, unobserved
+from shardfn._lowering.choose_generated import GeneratedChoice, choose_generated
 from shardfn._lowering.choose_owners import OwnersChoice, choose_owners
 from shardfn._lowering.choose_stationary import StationaryChoice, choose_stationary
 from shardfn._lowering.sent_bytes import Made, sent, uses_of
@@ -63,12 +64,19 @@ class PlannedJaxpr:
       body: its plan.
       stationary: which leaves of the state stay where they are, and why.
       owners: which updates of whole matrices are divided among their owners, and why.
+      generated: which rows that the step makes by itself are split, and why.
     """
 
     program: Program
     body: BodyPlan
     stationary: StationaryChoice
     owners: OwnersChoice = OwnersChoice()
+    generated: GeneratedChoice = GeneratedChoice()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The plan's lines about these choices."""
+        return *self.stationary.notes, *self.generated.notes, *self.owners.notes
 
 
 def plan_jaxpr(
@@ -112,6 +120,12 @@ def plan_jaxpr(
         made, choice = planner.plan(frozenset()), StationaryChoice()
     else:
         made, choice = planner.choose()
+    generated = GeneratedChoice()
+    if facts is not None:
+        generated = choose_generated(program, made, axes, planner.of)
+    if generated.program is not None:
+        planner = replace(planner, program=generated.program)
+        made, choice = planner.choose()
 
     def plan(program: Program) -> Made:
         other = replace(planner, program=program)
@@ -121,7 +135,7 @@ def plan_jaxpr(
     if observe is not unobserved:
         planner = replace(planner, program=owners.program or planner.program)
         made = planner.plan(choice.all, choice.whole, observe)
-    return PlannedJaxpr(*made, choice, owners)
+    return PlannedJaxpr(*made, choice, owners, generated)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +163,10 @@ class Planner:
         made, asked, may = self.plan(frozenset()), self.asked(True), self.asked("auto")
         made, choice = choose_stationary(made, asked, may, self.axes, self.plan)
         return made, replace(choice, unable=self.unable(made, asked))
+
+    def of(self, program: Program) -> Made:
+        """Another program and its plan, with all leaves gathered."""
+        return replace(self, program=program).plan(frozenset())
 
     def unable(self, made: Made, asked: frozenset[str]) -> frozenset[str]:
         """The leaves that are asked to stay, and are stored so that they cannot."""

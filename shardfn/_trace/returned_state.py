@@ -24,7 +24,7 @@ from shardfn._core.errors import (
     step_name,
 )
 from shardfn._core.leaves import Leaf, leaf_name, path_name
-from shardfn._core.limits import SHOWN_STATIC
+from shardfn._core.shown_limits import SHOWN_STATIC
 from shardfn._core.static_leaves import Static
 from shardfn._trace.containers import Closed, opened
 from shardfn._trace.state_texts import change

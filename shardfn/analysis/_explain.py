@@ -10,9 +10,9 @@ from typing import NoReturn
 
 from shardfn._core.control import advice, matches
 from shardfn._core.errors import ShardingError, call_site, where
-from shardfn._core.limits import SHOWN_NAMES
 from shardfn._core.program import Node
 from shardfn._core.sharding import Axes
+from shardfn._core.shown_limits import SHOWN_NAMES
 from shardfn.analysis._text import shape_text, size_text
 from shardfn.analysis.collective import Collective
 from shardfn.analysis.host_transfer import HostTransfer

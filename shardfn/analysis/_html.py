@@ -15,9 +15,9 @@ from importlib.resources import files
 from itertools import pairwise
 from typing import Any
 
-from shardfn._core.limits import PAGE_LEAVES, PAGE_POINTS
 from shardfn._core.line_names import line_names, phase_in
 from shardfn._core.moves import AllGather, AllReduce, ReduceScatter
+from shardfn._core.shown_limits import PAGE_LEAVES, PAGE_POINTS
 from shardfn.analysis._columns import COLUMNS, checked_rows
 from shardfn.analysis._figures import Figures, StoredLeaf
 from shardfn.analysis._hlo.timeline import HOST_WAIT, MATMUL, OTHER, WAIT, Span

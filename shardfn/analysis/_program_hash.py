@@ -17,8 +17,8 @@ import numpy as np
 from shardfn._core import compat
 from shardfn._core.equation_key import literal_key
 from shardfn._core.errors import where
-from shardfn._core.limits import SHOWN_ARRAY_BYTES
 from shardfn._core.program import Program
+from shardfn._core.shown_limits import SHOWN_ARRAY_BYTES
 
 
 def fingerprint_of(program: Program) -> str:

@@ -13,7 +13,7 @@ from jax.tree_util import DictKey, SequenceKey
 from shardfn._core.call_arguments import ArgumentKey
 from shardfn._core.errors import ShardingError, called
 from shardfn._core.leaves import Leaf
-from shardfn._core.limits import SHOWN_LEAVES
+from shardfn._core.shown_limits import SHOWN_LEAVES
 
 
 @dataclass(frozen=True, slots=True)

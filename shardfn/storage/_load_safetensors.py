@@ -17,8 +17,9 @@ import numpy as np
 from shardfn._core import compat, processes
 from shardfn._core.errors import call_site
 from shardfn._core.leaves import Leaf, leaf_name
-from shardfn._core.limits import FILLED_SHARE, READ_BYTES, SHOWN_LINES
+from shardfn._core.limits import FILLED_SHARE, READ_BYTES
 from shardfn._core.memories import DEVICE, memory_of, on_device
+from shardfn._core.shown_limits import SHOWN_LINES
 from shardfn._core.static_leaves import close_static, open_static
 from shardfn.storage._boxes import (
     Index,

@@ -16,8 +16,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from shardfn._core import compat
-from shardfn._core.limits import PRINTED_BYTES
 from shardfn._core.memories import is_on_host
+from shardfn._core.shown_limits import PRINTED_BYTES
 from shardfn.storage._boxes import pieces
 from shardfn.storage._mesh_context import automatic, on_mesh_of
 from shardfn.storage._padding import to_whole, whole_spec

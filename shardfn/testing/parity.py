@@ -19,8 +19,9 @@ from shardfn._api.options import Options
 from shardfn._api.sharded_step import ShardedStep
 from shardfn._api.validate import check_step
 from shardfn._core.errors import call_site, calling
-from shardfn._core.limits import DECIDED_BY_ROUNDING, ROUNDING_FACTOR, SHOWN_LEAVES
+from shardfn._core.limits import DECIDED_BY_ROUNDING, ROUNDING_FACTOR
 from shardfn._core.sharding import show
+from shardfn._core.shown_limits import SHOWN_LEAVES
 from shardfn._core.static_leaves import close_static
 from shardfn.testing._compare import Snapshot, differences, snapshot
 from shardfn.testing._next_arguments import NextArguments

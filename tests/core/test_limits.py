@@ -27,6 +27,7 @@ READ = {
 }
 
 FIGURES = {
+    "_core.shown_limits": "how much is shown",
     "analysis._data_sheets": "data sheets of machines",
     "analysis._latency": "latencies that others have published",
 }
@@ -138,6 +139,7 @@ DECIDE_NO_LINE = {
     "STATIONARY_PART": "of which leaves are tried, as the next",
     "STATIONARY_GROUPS": "of how many choices are tried, not of one",
     "DIMENSION_SWEEPS": "of how long a search goes on, not of what it finds",
+    "GENERATED_TRIALS": "of how many choices are tried",
     "REPLICATED_SHARE": "of a warning, which gives the share",
     "REPLICATED_FLOPS": "of a warning, which gives them",
 }

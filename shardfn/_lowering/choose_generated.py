@@ -1,0 +1,297 @@
+"""Splits rows that a step makes by itself, of keys or by counting, as if they were a
+batch.
+
+In: a program and its plan, and a function that plans. Out: the program in which noise,
+points or environments are split where they are made, if nothing else splits them, and
+if the step then takes less time. A loss of random points and a generator's half of a
+GAN have no batch: each device would work on all of these rows.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from shardfn._core import compat
+from shardfn._core.constraint import split_rows
+from shardfn._core.equation_flops import flops_of
+from shardfn._core.errors import listed, where
+from shardfn._core.limits import (
+    GENERATED_FLOPS,
+    GENERATED_SHARE,
+    GENERATED_TRIALS,
+    REPEATED_FLOPS,
+)
+from shardfn._core.plan import Apply, BodyPlan
+from shardfn._core.program import VALUE, Node, Program, number_of
+from shardfn._core.sharding import Axes, Split
+from shardfn._core.shown_limits import SHOWN_LEAVES
+from shardfn._lowering.sent_bytes import Made, Sent, sent
+from shardfn.analysis._replicated import work_of
+from shardfn.analysis._text import size_text
+
+GENERATORS = frozenset(compat.primitives("random_bits", "random_split", "iota"))
+"""The operations that make rows of what has none; each device can make its own."""
+
+NodePath = tuple[int, ...]
+"""Where a node is: the first result of a node, which of its bodies, the first result of
+a node in that, and so on."""
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedChoice:
+    """What was found of rows that the step makes by itself.
+
+    Attributes:
+      program: the program in which some are split; None if none are.
+      places: the user's lines that make them, with the shape and the dimension.
+      before: what each device sends per step if they are not split.
+      after: what it sends if they are.
+      work: FLOPs of one device per step before, and after.
+    """
+
+    program: Program | None = None
+    places: tuple[str, ...] = ()
+    before: Sent = Sent()
+    after: Sent = Sent()
+    work: tuple[int, int] = (0, 0)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The plan's line about them."""
+        if self.program is None:
+            return ()
+        before, after = (size_text(x.bytes) for x in (self.before, self.after))
+        flops = self.work[1] / max(self.work[0], 1)
+        return (
+            f"rows that the step makes are split: {listed(self.places, SHOWN_LEAVES)}: "
+            f"{flops:.2f} of the FLOPs (limits.GENERATED_FLOPS), {after} sent per step "
+            f"instead of {before} (limits.REPEATED_FLOPS), and at least "
+            f"{GENERATED_SHARE:.0%} less time of both (limits.GENERATED_SHARE)",
+        )
+
+
+def choose_generated(
+    program: Program, made: Made, axes: Axes, plan: Callable[[Program], Made]
+) -> GeneratedChoice:
+    """The program with rows split that it makes by itself, if that is worth it.
+
+    Args:
+      program: the program as it is planned.
+      made: the program and its plan so far.
+      axes: the mesh axes.
+      plan: plans another program in the same way.
+
+    Returns:
+      What was found.
+    """
+    first = best = _Tried(program, made, axes)
+    places: list[str] = []
+    passed: set[NodePath] = set()
+    for _ in range(GENERATED_TRIALS):
+        found = _largest(*best.made, axes, passed)
+        if found is None:
+            break
+        place, node, flops = found
+        if flops < max(GENERATED_FLOPS, GENERATED_SHARE * best.flops):
+            break
+        passed.add(place)
+        tried = {
+            dim: _Tried(changed, plan(changed), axes)
+            for dim in _dims(node, axes)
+            for changed in [_split(best.program, place, dim, axes)]
+        }
+        dim = min(tried, key=lambda d: tried[d].price, default=None)
+        if dim is None or tried[dim].price > (1 - GENERATED_SHARE) * best.price:
+            continue
+        best = tried[dim]
+        shape = "x".join(map(str, _shape(node)))
+        places.append(f"dimension {dim} of {shape} at {where(node.eqn)}")
+    if best is first:
+        return GeneratedChoice()
+    return GeneratedChoice(
+        best.program,
+        tuple(places),
+        first.sent,
+        best.sent,
+        (first.flops, best.flops),
+    )
+
+
+class _Tried:
+    """A program that was planned, and what it takes.
+
+    Attributes:
+      program: the program, before any pass of planning changes it.
+      made: the program and its plan.
+      sent: what each device sends per step.
+      flops: what it computes.
+      price: bytes, and those that could be sent while it computes.
+    """
+
+    def __init__(self, program: Program, made: Made, axes: Axes):
+        self.program, self.made = program, made
+        self.sent = sent(*made, axes)
+        self.flops = work_of(*made, axes).flops
+        self.price = self.sent.price + self.flops / REPEATED_FLOPS
+
+
+def _shape(node: Node) -> tuple[int, ...]:
+    return node.eqn.outvars[0].aval.shape  # pyright: ignore
+
+
+def _dims(node: Node, axes: Axes) -> Iterator[int]:
+    """The dimensions of a generator's result that devices can make in blocks."""
+    assert node.rule is not None
+    shape, devices = (
+        node.eqn.outvars[0].aval.shape,
+        math.prod(map(axes.size, axes.batch)),
+    )
+    made = node.rule.results[0]
+    for dim, size in enumerate(shape):
+        factor = node.rule.major(made, dim)
+        if factor is None or not node.rule.is_splittable(factor):
+            continue
+        if not any(factor in d for dims in node.rule.operands for d in dims):
+            if size and size % devices == 0:
+                yield dim
+
+
+def _split(program: Program, place: NodePath, dim: int, axes: Axes) -> Program:
+    """The program with what one node makes split along a dimension."""
+    value, *inner = place
+    at = next(i for i, n in enumerate(program.nodes) if value in n.outputs[:1])
+    node = program.nodes[at]
+    if inner:
+        body, *rest = inner
+        bodies = list(node.bodies)
+        bodies[body] = _split(bodies[body], tuple(rest), dim, axes)
+        nodes = [replace(node, bodies=tuple(bodies))]
+        return replace(
+            program,
+            nodes=(*program.nodes[:at], *nodes, *program.nodes[at + 1 :]),
+        )
+    new = len(program.avals)
+    eqn = compat.traced_equation(
+        lambda x: split_rows(x, axes.batch, dim), node.eqn, [program.avals[value]]
+    )
+    constraint = Node(
+        eqn=eqn,
+        inputs=(new,),
+        outputs=(value,),
+        kind="constrain",
+        kinds=(VALUE,),
+        during=node.during,
+    )
+    nodes = [replace(node, outputs=(new,)), constraint]
+    return replace(
+        program,
+        avals=(*program.avals, program.avals[value]),
+        leaves=(*program.leaves, program.leaf(value)) if program.leaves else (),
+        nodes=(*program.nodes[:at], *nodes, *program.nodes[at + 1 :]),
+    )
+
+
+def _largest(
+    program: Program, body: BodyPlan, axes: Axes, passed: set[NodePath]
+) -> tuple[NodePath, Node, int] | None:
+    """The generator, of those not `passed`, with most work on whole rows that are made
+    of its own, and how much that is on one device."""
+    traced = _Traced(axes, passed)
+    traced.body(program, body, [0] * len(program.inputs), (), 1)
+    if not traced.flops:
+        return None
+    most = max(traced.flops, key=lambda k: (traced.flops[k], -k))
+    return *traced.found[most], traced.flops[most]
+
+
+def _has_rows(step: Apply, axes: Axes) -> bool:
+    """Whether an operation works on some of the rows on each device: on parts of what
+    is not stored in parts."""
+    return any(
+        isinstance(state, Split) and not state.stored and size > 1
+        for sharding in step.operand_shardings
+        for state, size in zip(sharding, axes.sizes, strict=True)
+    )
+
+
+class _Traced:
+    """A plan while it is traced which generators each value is made of.
+
+    Attributes:
+      axes: the mesh axes.
+      passed: places of generators to leave out.
+      numbers: by place, the number of a generator; bit `n` of a mask stands for it.
+      found: the generators.
+      flops: by number, one device's work on what is made of its rows, whole.
+    """
+
+    def __init__(self, axes: Axes, passed: set[NodePath]):
+        self.axes, self.passed = axes, passed
+        self.numbers: dict[NodePath, int] = {}
+        self.found: list[tuple[NodePath, Node]] = []
+        self.flops = Counter[int]()
+
+    def body(
+        self,
+        program: Program,
+        body: BodyPlan,
+        inputs: Sequence[int],
+        place: NodePath,
+        times: int,
+    ) -> list[int]:
+        """Traces a body that is given values of these masks, and runs so many times; 0
+        counts no work. Returns the masks of its results."""
+        masks = dict(zip(program.inputs, inputs, strict=True))
+        for step in body.steps:
+            if not isinstance(step, Apply):
+                continue
+            node = program.nodes[step.node]
+            at = (*place, *node.outputs[:1])
+            operands = [masks.get(number_of(a), 0) for a in node.inputs]
+            if node.bodies:
+                results = self.flow(node, step, operands, at, times)
+            else:
+                mask = self.op(node, step, operands, at, times)
+                results = [mask] * len(node.outputs)
+            masks.update(zip(node.outputs, results, strict=True))
+        return [masks.get(number_of(a), 0) for a in program.outputs]
+
+    def flow(
+        self, node: Node, step: Apply, operands: Sequence[int], at: NodePath, times: int
+    ) -> list[int]:
+        """The masks of the results of control flow."""
+        results = [0] * len(node.outputs)
+        for k, region in enumerate(node.regions):
+            inner, plan = node.bodies[k], step.bodies[k]
+            inputs, out = region.entering(operands), list[int]()
+            for counts in (0, 1) if region.loops else (1,):
+                runs = counts * times * (step.times or 1)
+                out = self.body(inner, plan, inputs, (*at, k), runs)
+                for j, i in region.loops:
+                    inputs[i] |= out[j]
+            for j, result in region.returned():
+                results[result] |= out[j]
+        return results
+
+    def op(
+        self, node: Node, step: Apply, operands: Sequence[int], at: NodePath, times: int
+    ) -> int:
+        """The mask of an operation's results."""
+        mask = 0
+        for operand in operands:
+            mask |= operand
+        if _has_rows(step, self.axes):
+            return mask
+        if times and (own := sum(flops_of(node.eqn).values())):
+            own //= math.prod(self.axes.sizes[axis] for _, axis in step.parts)
+            for number in range(mask.bit_length()):
+                if mask >> number & 1:
+                    self.flops[number] += own * times
+        if node.eqn.primitive in GENERATORS and node.rule is not None:
+            if at not in self.passed and any(True for _ in _dims(node, self.axes)):
+                number = self.numbers.setdefault(at, len(self.found))
+                if number == len(self.found):
+                    self.found.append((at, node))
+                mask |= 1 << number
+        return mask
