@@ -105,7 +105,7 @@ def plan_traced(
         *residual_notes(made.program, made.body, axes),
         *(f"mesh axis {n}={size} is left to XLA, unused" for n, size in unused),
     )
-    given = state, stored, axes, asked
+    given = state, stored, axes, replace(asked, loop_bytes=made.loops.allowed)
     return Planned(
         traced,
         made.program,

@@ -8,7 +8,7 @@ import difflib
 import fnmatch
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import dataclass, field, make_dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
@@ -51,11 +51,14 @@ class Control:
         its default, in the order of the table.
       place: the user's line that asked, for messages.
       by_axis: options that were given as a mapping from mesh axes, for all leaves.
+      loop_bytes: what loops may hold whole, if it is more than limits.LOOP_BYTES: what
+        planning found, not the user.
     """
 
     choices: tuple[tuple[str, Choices], ...] = ()
     place: str = field(default="", compare=False)
     by_axis: tuple[str, ...] = field(default=(), compare=False)
+    loop_bytes: int = 0
     # By path.
     known: dict[tuple[str, ...], LeafControl] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -173,7 +176,7 @@ class Control:
             else each
             for option, each in self.choices
         }
-        return Control(tuple(choices.items()), self.place, self.by_axis)
+        return replace(self, choices=tuple(choices.items()))
 
     @property
     def groups(self) -> set[int]:

@@ -43,6 +43,25 @@ LOOP_BYTES = 2**26
 """Bytes that a loop may hold whole beside one weight that an iteration gathers: of sums
 that it carries unreduced and, by themselves, of weights that all iterations share."""
 
+LOOP_LIVE = 2**30
+"""Bytes of values that a device may have at once more, for loops to hold more than
+`LOOP_BYTES`: 1.3% of an H100's memory, 6% of a TPU v5e's. A recurrent network's weights
+are gathered once and not in each time step, a model's of some billions in each
+microbatch."""
+
+LOOP_MOST = 2**32
+"""The same if they save `LOOP_WORTH` times as many: 5% of an H100's memory."""
+
+LOOP_WORTH = 64
+"""Bytes that each of those has to save: at 50 GB/s a GiB of them takes 1.4 seconds."""
+
+LOOP_SAVED = 0.2
+"""The part of a step's bytes that has to be saved for the same."""
+
+LOOP_SUMS = 2
+"""How many times as large as weights their sums may be in a loop: sums of gradients in
+float32 are, of weights that are gathered in bfloat16."""
+
 REGROUP_PERMUTES = 8
 """The most permutes that rows take to become blocks of each microbatch, where devices
 do not divide how many these are: a padded all-to-all has the latency of one, and sends

@@ -61,13 +61,13 @@ def choose_dimensions(planner: Planner, fixed: frozenset[str]) -> StoredByUse:
     Returns:
       The dimensions, and what they save.
     """
-    made, _ = planner.choose()
+    _, made, _ = planner.choose()
     now = sent(*made, planner.axes)
     search = _Search.of(planner, fixed)
     found = search.best()
     if not found:
         return StoredByUse({}, now, now)
-    made, _ = search.stored(found).choose()
+    _, made, _ = search.stored(found).choose()
     then = sent(*made, planner.axes)
     worth = max(STATIONARY_BYTES, STATIONARY_SHARE * now.bytes)
     if now.price - then.price < worth:

@@ -143,10 +143,7 @@ def _shape(node: Node) -> tuple[int, ...]:
 def _dims(node: Node, axes: Axes) -> Iterator[int]:
     """The dimensions of a generator's result that devices can make in blocks."""
     assert node.rule is not None
-    shape, devices = (
-        node.eqn.outvars[0].aval.shape,
-        math.prod(map(axes.size, axes.batch)),
-    )
+    shape, devices = _shape(node), math.prod(map(axes.size, axes.batch))
     made = node.rule.results[0]
     for dim, size in enumerate(shape):
         factor = node.rule.major(made, dim)

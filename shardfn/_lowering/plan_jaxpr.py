@@ -17,6 +17,7 @@ from shardfn._core.program import Program, aval_of
 from shardfn._core.sharding import Axes, Sharding, stored_shape
 from shardfn._core.stages import Observer, unobserved
 from shardfn._lowering.choose_generated import GeneratedChoice, choose_generated
+from shardfn._lowering.choose_loops import LoopsChoice, choose_loops
 from shardfn._lowering.choose_owners import OwnersChoice, choose_owners
 from shardfn._lowering.choose_stationary import StationaryChoice, choose_stationary
 from shardfn._lowering.sent_bytes import Made, sent, uses_of
@@ -65,6 +66,7 @@ class PlannedJaxpr:
       stationary: which leaves of the state stay where they are, and why.
       owners: which updates of whole matrices are divided among their owners, and why.
       generated: which rows that the step makes by itself are split, and why.
+      loops: how much loops hold whole, and why.
     """
 
     program: Program
@@ -72,11 +74,13 @@ class PlannedJaxpr:
     stationary: StationaryChoice
     owners: OwnersChoice = OwnersChoice()
     generated: GeneratedChoice = GeneratedChoice()
+    loops: LoopsChoice = LoopsChoice()
 
     @property
     def notes(self) -> tuple[str, ...]:
         """The plan's lines about these choices."""
-        return *self.stationary.notes, *self.generated.notes, *self.owners.notes
+        choices = self.stationary, self.loops, self.generated, self.owners
+        return tuple(note for choice in choices for note in choice.notes)
 
 
 def plan_jaxpr(
@@ -117,15 +121,12 @@ def plan_jaxpr(
     fixed = [*required, *free]
     planner = Planner(program, inputs, fixed, axes, small, control, facts)
     if facts is None:
-        made, choice = planner.plan(frozenset()), StationaryChoice()
-    else:
-        made, choice = planner.choose()
-    generated = GeneratedChoice()
-    if facts is not None:
-        generated = choose_generated(program, made, axes, planner.of)
+        return PlannedJaxpr(*planner.plan(frozenset()), StationaryChoice())
+    planner, made, choice = planner.choose()
+    generated = choose_generated(program, made, axes, planner.of)
     if generated.program is not None:
         planner = replace(planner, program=generated.program)
-        made, choice = planner.choose()
+        planner, made, choice = planner.choose()
 
     def plan(program: Program) -> Made:
         other = replace(planner, program=program)
@@ -135,7 +136,7 @@ def plan_jaxpr(
     if observe is not unobserved:
         planner = replace(planner, program=owners.program or planner.program)
         made = planner.plan(choice.all, choice.whole, observe)
-    return PlannedJaxpr(*made, choice, owners, generated)
+    return PlannedJaxpr(*made, choice, owners, generated, planner.loops)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +145,10 @@ class Planner:
     `plan_jaxpr`.
 
     Attributes:
-      known: by program, and by `whole` and `exchange` of `propagate`, what earlier
-        plans decided: each choice plans the program many times, and most of it stays as
-        it was.
+      loops: how much `control` lets loops hold whole, and why.
+      known: by program, by `whole` and `exchange` of `propagate`, and by what loops may
+        hold, what earlier plans decided: each choice plans the program many times, and
+        most of it stays as it was.
     """
 
     program: Program
@@ -156,13 +158,25 @@ class Planner:
     small: int
     control: Control
     facts: StepFacts | None
-    known: dict[tuple[Program, bool, bool], Known] = field(default_factory=dict)
+    loops: LoopsChoice = LoopsChoice()
+    known: dict[tuple[Program, bool, bool, int], Known] = field(default_factory=dict)
 
-    def choose(self) -> tuple[Made, StationaryChoice]:
-        """The plan that sends least, of those with leaves staying that may."""
-        made, asked, may = self.plan(frozenset()), self.asked(True), self.asked("auto")
-        made, choice = choose_stationary(made, asked, may, self.axes, self.plan)
-        return made, replace(choice, unable=self.unable(made, asked))
+    def choose(self) -> tuple["Planner", Made, StationaryChoice]:
+        """The plan that sends least, of those with leaves staying that may, and with
+        loops that hold more than is small; and what plans so."""
+        made = self.plan(frozenset())
+        made, loops = choose_loops(
+            made, self.axes, lambda allowed: self.holding(allowed).plan(frozenset())
+        )
+        planner = replace(self.holding(loops.allowed), loops=loops)
+        asked, may = self.asked(True), self.asked("auto")
+        made, choice = choose_stationary(made, asked, may, self.axes, planner.plan)
+        return planner, made, replace(choice, unable=self.unable(made, asked))
+
+    def holding(self, allowed: int) -> "Planner":
+        """The same, where loops may hold so many bytes if these are more than others
+        may."""
+        return replace(self, control=replace(self.control, loop_bytes=allowed))
 
     def of(self, program: Program) -> Made:
         """Another program and its plan, with all leaves gathered."""
@@ -220,7 +234,8 @@ class Planner:
         itself sends less so."""
         program, axes, control = self.program, self.axes, self.control
         inputs, required = self.marked(stays)
-        known = self.known.setdefault((program, whole, exchange), Known())
+        kinds = program, whole, exchange, control.loop_bytes
+        known = self.known.setdefault(kinds, Known())
         asked = axes, self.small, control, whole, exchange
         body = propagate(program, inputs, required, *asked, known)
         even = required

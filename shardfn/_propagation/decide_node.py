@@ -5,7 +5,7 @@ Out: its `Decision`; equal equations share one.
 """
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from shardfn._core.constraint import constrained, operand_preference
 from shardfn._core.control import Control
 from shardfn._core.leaves import Names
 from shardfn._core.op_sharding_rule import OpShardingRule
-from shardfn._core.program import Atom, Node, Program, aval_of
+from shardfn._core.program import Atom, Node, Program, aval_of, number_of
 from shardfn._core.sharding import Axes, Sharding
 from shardfn._core.sizes import elements
 from shardfn._propagation import control_flow
@@ -40,6 +40,7 @@ class Decider:
       known: decisions by what they follow from.
       sources: the least bytes of what each value is made of alone, where leaves are
         stationary.
+      free: the values that are made of scalars and constants alone.
       whole: whether small sums behind these are all-reduced.
       exchange: whether rows of the batch are exchanged where an op sends less so.
       fed: by leaf, the mesh axis along which gradients stay terms for a residual.
@@ -53,6 +54,7 @@ class Decider:
     solve: Solve
     known: dict[Hashable, Decision]
     sources: Mapping[int, int]
+    free: Set[int] = frozenset()
     whole: bool = False
     exchange: bool = True
     fed: Mapping[Names, int] = field(default_factory=dict)
@@ -76,10 +78,11 @@ class Decider:
         if node.kind == "op" and node.rule is not None:
             # Equal layers are decided once: equal equations have one rule object.
             sources = tuple(map(self.source, node.inputs)) if self.sources else ()
-            key = id(node.rule), states, preferences, now, node.kinds, sources
+            free = tuple(number_of(a) in self.free for a in node.inputs)
+            key = id(node.rule), states, preferences, now, node.kinds, sources, free
             decision = self.known.get(key)
             if decision is None:
-                site = self.site(node, node.rule, states, preferences, sources)
+                site = self.site(node, node.rule, states, preferences, free, sources)
                 decision = site.decide()
                 decision = self.reduced(node, decision, states, preferences, now)
                 if self.exchange:
@@ -118,6 +121,7 @@ class Decider:
         rule: OpShardingRule,
         states: Sequence[Sharding],
         preferences: Sequence[Preferences],
+        free: Sequence[bool],
         sources: Sequence[int],
     ) -> OpSite:
         return OpSite(
@@ -129,6 +133,7 @@ class Decider:
             kinds=node.kinds,
             axes=self.axes,
             small=self.small,
+            free=free,
             sources=sources,
         )
 

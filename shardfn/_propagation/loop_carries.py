@@ -29,17 +29,17 @@ from shardfn._core.sizes import elements, nbytes
 from shardfn._propagation.preferences import Preferences, preferred, split_as_preferred
 
 SUMMED = (
-    "the sums that it carries take {} together, at most {} (limits.LOOP_BYTES), so "
-    "they are reduced once, behind it"
+    "the sums that it carries take {} together, at most {} (limits.LOOP_BYTES, "
+    "limits.LOOP_LIVE), so they are reduced once, behind it"
 )
 OF_ONE = (
     "the sums that it carries take {} together, {} of them of a weight as large as one "
-    "that it gathers whole, the others at most {} (limits.LOOP_BYTES), so they are "
-    "reduced once, behind it"
+    "that it gathers whole, the others at most {} (limits.LOOP_BYTES, "
+    "limits.LOOP_LIVE), so they are reduced once, behind it"
 )
 SCATTERED = (
-    "the sums that it carries take {} together, more than {} (limits.LOOP_BYTES), so "
-    "they are reduced in every iteration"
+    "the sums that it carries take {} together, more than {} (limits.LOOP_BYTES, "
+    "limits.LOOP_LIVE), so they are reduced in every iteration"
 )
 
 
@@ -119,12 +119,13 @@ class Carries:
         auto = [self.avals[k] for k in found if asked[k] == "auto"]
         size, most = sum(map(nbytes, auto)), _most_gathered(self.body, plan)
         one = max((nbytes(x) for x in auto if elements(x) <= most), default=0)
-        whole = size - one <= LOOP_BYTES
-        if size > LOOP_BYTES and whole:
-            self.notes[:] = [Note("propagate", OF_ONE, (size, one, LOOP_BYTES))]
+        limit = max(LOOP_BYTES, self.control.loop_bytes)
+        whole = size - one <= limit
+        if size > limit and whole:
+            self.notes[:] = [Note("propagate", OF_ONE, (size, one, limit))]
         elif size:
             text = SUMMED if whole else SCATTERED
-            self.notes[:] = [Note("propagate", text, (size, LOOP_BYTES))]
+            self.notes[:] = [Note("propagate", text, (size, limit))]
         trial = list(carry)
         for k in found:
             waits = whole if asked[k] == "auto" else asked[k] == "defer"

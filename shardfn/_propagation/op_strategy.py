@@ -212,13 +212,17 @@ class OpSite(SplittableFactors):
 
     def grows(self, axis: int) -> bool:
         """Whether the result is larger than the stored operands: gather those
-        instead."""
+        instead. What can be made anywhere, such as noise, is none of them, however it
+        is split so far."""
         made = sum(map(elements, self.result_avals))
-        return made > GROWTH * sum(
-            elements(a)
-            for a, s in zip(self.operand_avals, self.states, strict=True)
-            if isinstance(s[axis], Split)
+        stored = sum(
+            elements(aval)
+            for aval, state, free in zip(
+                self.operand_avals, self.states, self.free, strict=True
+            )
+            if isinstance(state[axis], Split) and not free
         )
+        return made > GROWTH * stored
 
     def cheapest(
         self, axis: int, stored_factors: dict[str, int], preferred: dict[str, Split]

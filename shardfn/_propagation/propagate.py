@@ -26,7 +26,7 @@ from shardfn._propagation.decision import Decision
 from shardfn._propagation.flow_site import Solved
 from shardfn._propagation.insert_reshards import plan_steps
 from shardfn._propagation.preferences import Preferences, reduced
-from shardfn._propagation.stationary import is_stationary, least_sources
+from shardfn._propagation.stationary import free_values, is_stationary, least_sources
 
 GREW = Note(
     "propagate",
@@ -44,11 +44,19 @@ class Known:
       ops: by equation, and by what is around it, what was decided.
       bodies: plans of control flow's bodies, by what `Solver.solve` is given.
       backward: what backward passes share; it knows decisions by their `id`.
+      free: by program, see `free_in`.
     """
 
     ops: dict[Hashable, Decision] = field(default_factory=dict)
     bodies: dict[Hashable, Solved] = field(default_factory=dict)
     backward: Memo = field(default_factory=Memo)
+    free: dict[int, frozenset[int]] = field(default_factory=dict)
+
+    def free_in(self, program: Program) -> frozenset[int]:
+        """The values of a program that are made of scalars and constants alone."""
+        if id(program) not in self.free:
+            self.free[id(program)] = free_values(program)
+        return self.free[id(program)]
 
 
 @dataclass(slots=True)
@@ -132,6 +140,7 @@ class Solver:
             self.solve,
             self.known.ops,
             least_sources(program) if stays else {},
+            self.known.free_in(program),
             self.whole and stays,
             self.exchange,
             self.fed,

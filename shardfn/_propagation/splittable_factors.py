@@ -49,6 +49,7 @@ class SplittableFactors:
       kinds: whether operands are zeros or literals, as in `Node.kinds`.
       axes: the mesh axes.
       small: unreduced values with fewer elements are reduced as late as possible.
+      free: whether each operand is made of scalars and constants alone.
       sources: the least bytes of what each operand is made of alone, such as of what it
         is a broadcast of; empty where no leaf is stationary.
       operands: shardings that it needs its operands in, as far as they are chosen.
@@ -65,6 +66,7 @@ class SplittableFactors:
     kinds: Sequence[str]
     axes: Axes
     small: int
+    free: Sequence[bool]
     sources: Sequence[int] = ()
     operands: list[Sharding] = field(default_factory=list)
     results: list[Sharding] = field(default_factory=list)

@@ -24,12 +24,16 @@ CALLED = Note("loop_invariants", "left the function with a derivative of its own
 ASKED = Note("loop_invariants", "left the loop: reshard_after_forward=False")
 REPEATED = Note("loop_invariants", "stays in the loop: reshard_after_forward=True")
 SMALL = (
-    "left the loop: of what its iterations share, {}, all but the largest takes at "
+    "left the loop: of what its iterations share, {}, all but the largest takes {}, at "
     "most {} (limits.LOOP_BYTES)"
+)
+FITS = (
+    "left the loop: of what its iterations share, {}, all but the largest takes {}, "
+    "less than {}, which a device has space for (limits.LOOP_LIVE)"
 )
 LARGE = (
     "stays in the loop: of what its iterations share, {}, all but the largest takes "
-    "more than {} (limits.LOOP_BYTES)"
+    "{}, more than {} (limits.LOOP_BYTES)"
 )
 
 
@@ -45,7 +49,7 @@ def hoist(
     given = [step.operands[i] is not None for i in region.operands]
     moves = {
         i: move
-        for i, move in moves_of_inputs(body, plan).items()
+        for i, move in moves_of_inputs(body, plan, equal=True).items()
         if i in region.constants and given[i]
     }
     if node.kind == "custom":
@@ -53,8 +57,7 @@ def hoist(
         leaving = dict.fromkeys(moves, CALLED)
     else:
         leaving, staying = _leaving(body, moves, control)
-        noting = {i: _with_note(moves[i], note) for i, note in staying.items()}
-        plan = with_moves(body, plan, noting)
+        plan = with_moves(body, plan, staying)
     plan = with_moves(body, plan, dict.fromkeys(leaving))
     out, step = moved_in_front(
         step,
@@ -93,10 +96,10 @@ def _leaving(
             others[i] = move
     if others:
         shared = [math.prod(m.shape) * m.itemsize for m in others.values()]
-        is_small = sum(shared) - max(shared) <= LOOP_BYTES
-        sizes = sum(shared), LOOP_BYTES
-        note = Note("loop_invariants", SMALL if is_small else LARGE, sizes)
-        (out if is_small else staying).update(dict.fromkeys(others, note))
+        small, most = sum(shared) - max(shared), max(LOOP_BYTES, control.loop_bytes)
+        text = LARGE if small > most else SMALL if most == LOOP_BYTES else FITS
+        note = Note("loop_invariants", text, (sum(shared), small, most))
+        (staying if text is LARGE else out).update(dict.fromkeys(others, note))
     return dict(sorted(out.items())), staying
 
 

@@ -7,41 +7,62 @@ is given; and the plan with others in their place.
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step, reads
 from shardfn._core.program import Program
+from shardfn._core.reasons import Note, noted
 from shardfn._schedule.versions import without_moves
 
 
-def moves_of_inputs(program: Program, plan: BodyPlan) -> dict[int, Reshard]:
+def moves_of_inputs(
+    program: Program, plan: BodyPlan, equal: bool = False
+) -> dict[int, Reshard]:
     """The move of each input that nothing but this move reads.
 
     Args:
       program: the program of a body.
       plan: its plan.
+      equal: whether several equal moves of an input count, too: the first of them.
 
     Returns:
       The moves, by the positions of the inputs. A move that is in a remat names values
       of its program.
     """
-    return dict(_found(program, plan))
-
-
-def _found(program: Program, plan: BodyPlan) -> Iterator[tuple[int, Reshard]]:
     positions = {Ref(value): i for i, value in enumerate(program.inputs)}
     readers = Counter(ref for step in plan.steps for ref in _reads(step))
     readers.update(ref for ref in (*plan.outputs, *plan.exports) if ref is not None)
-    once = {ref: i for ref, i in positions.items() if readers[ref] == 1}
+    found: dict[Ref, list[Reshard]] = {ref: [] for ref in positions}
+    for ref, move in _found(program, plan, equal):
+        if ref in found:
+            found[ref].append(move)
+    return {
+        positions[ref]: moves[0]
+        for ref, moves in found.items()
+        if readers[ref] == len(moves) > 0
+        and (equal or len(moves) == 1)
+        and len(set(map(_goal, moves))) == 1
+    }
+
+
+def _goal(move: Reshard) -> tuple[Any, ...]:
+    """The same for moves of one value that make the same of it."""
+    return move.path[-1], move.dtype, move.written
+
+
+def _found(
+    program: Program, plan: BodyPlan, equal: bool
+) -> Iterator[tuple[Ref, Reshard]]:
+    """What is moved, and how."""
     for step in plan.steps:
         if isinstance(step, Reshard):
-            if step.source in once:
-                yield once[step.source], step
+            yield step.source, step
         elif program.nodes[step.node].kind == "remat":
             (inner,) = program.nodes[step.node].bodies
-            moves = moves_of_inputs(inner, step.bodies[0])
+            moves = moves_of_inputs(inner, step.bodies[0], equal)
             for k, ref in enumerate(step.operands):
-                if ref in once and k in moves:
-                    yield once[ref], moves[k]
+                if ref is not None and k in moves:
+                    yield ref, moves[k]
 
 
 def _reads(step: Step) -> Iterator[Ref]:
@@ -56,22 +77,22 @@ def _reads(step: Step) -> Iterator[Ref]:
 
 
 def with_moves(
-    program: Program, plan: BodyPlan, instead: Mapping[int, Reshard | None]
+    program: Program, plan: BodyPlan, instead: Mapping[int, Note | None]
 ) -> BodyPlan:
     """The plan of a body with other moves of some inputs.
 
     Args:
       program: the program of the body.
       plan: its plan.
-      instead: for inputs that `moves_of_inputs` has, by position, what takes the place
-        of the move; None if nothing does, as the input comes moved.
+      instead: for inputs that `moves_of_inputs` has, by position, what the moves are
+        given to note; None if there are none any more, as the input comes moved.
 
     Returns:
       The plan.
     """
     if not instead:
         return plan
-    moves = moves_of_inputs(program, plan)
+    moves = moves_of_inputs(program, plan, equal=True)
     positions = {Ref(program.inputs[i]): i for i in instead}
     steps: list[Step] = []
     gone: dict[Ref, Ref] = {}
@@ -80,10 +101,13 @@ def with_moves(
             steps.append(_called(program, step, positions, instead, moves))
             continue
         i = positions.get(step.source)
-        new = step if i is None else instead[i]
-        if new is None:
+        note = None if i is None else instead[i]
+        if note is not None:
+            steps.append(replace(step, notes=noted(step, note)))
+            continue
+        if i is not None:
             gone[step.result] = step.source
-        steps.append(new or step)
+        steps.append(step)
     plan = without_moves(replace(plan, steps=tuple(steps)), gone)
     inputs = list(plan.inputs)
     for i, new in instead.items():
@@ -95,7 +119,7 @@ def _called(
     program: Program,
     step: Apply,
     positions: Mapping[Ref, int],
-    instead: Mapping[int, Reshard | None],
+    instead: Mapping[int, Note | None],
     moves: Mapping[int, Reshard],
 ) -> Apply:
     """A remat with other moves of some operands; other steps as they are."""

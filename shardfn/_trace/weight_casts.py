@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardfn._core.leaves import Names
+from shardfn._core.op_sharding_rule import Dim, OpShardingRule
 from shardfn._core.program import VALUE, Atom, Node, Program, number_of
 from shardfn._core.regions import with_constants
 from shardfn._trace.value_relations import SAME, relation_of
@@ -206,9 +207,15 @@ def _is_elementwise(node: Node, body: Program, outside: Mapping[int, int]) -> bo
     at, rule = node.inputs.index(values[0]), node.rule
     return (
         rule is not None
-        and sorted(rule.operands[at]) == sorted(rule.results[0])
+        and _long(rule, rule.operands[at]) == _long(rule, rule.results[0])
         and relation_of(node, at, 0) == SAME
     )
+
+
+def _long(rule: OpShardingRule, dims: Sequence[Dim]) -> list[Dim]:
+    """Dimensions of more than one element, in no order."""
+    factors = [tuple(f for f in dim if rule.size(f) > 1) for dim in dims]
+    return sorted(filter(None, factors))
 
 
 def _called_with(

@@ -259,14 +259,14 @@ REASONS = {
         {},
         "in",
         "loop_invariants: left the loop: of what its iterations share, .*, all but the "
-        r"largest takes at most 64\.0 MiB \(limits\.LOOP_BYTES\)",
+        r"largest takes .*, at most 64\.0 MiB \(limits\.LOOP_BYTES\)",
     ),
     "sums of a loop": (
         microbatched,
         {},
         "in",
         r"propagate: the sums that it carries take .* together, at most 64\.0 MiB "
-        r"\(limits\.LOOP_BYTES\), so they are reduced once, behind it",
+        r"\(limits\.LOOP_BYTES, limits\.LOOP_LIVE\), so they are reduced once, behind",
     ),
     "few rows of a table": (
         picked,

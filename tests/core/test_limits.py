@@ -136,6 +136,7 @@ def test_every_limit_says_what_it_counts_and_is_used(name: str) -> None:
 
 
 DECIDE_NO_LINE = {
+    "LOOP_SUMS": "of what is tried",
     "STATIONARY_PART": "of which leaves are tried, as the next",
     "STATIONARY_GROUPS": "of how many choices are tried, not of one",
     "DIMENSION_SWEEPS": "of how long a search goes on, not of what it finds",
