@@ -55,8 +55,14 @@ def reshard_path(
     axes is reduce-scattered over one and then all-reduced over the other as a shard.
     Minor axes, which are the fast ones, shrink first and gather last. Blocks are
     shifted at the very end: first by whole blocks, then by the rows that are left.
+    Blocks of runs become blocks of all at the very beginning, as no other axis may
+    split a block of runs.
     """
     path = [start]
+    if start != end and any(isinstance(s, Split) and s.runs for s in start):
+        path.append(
+            tuple(replace(s, runs=0) if isinstance(s, Split) else s for s in start)
+        )
     unshifted = tuple(plain(s) if isinstance(s, Split) else s for s in end)
     while path[-1] != unshifted:
         after = _next(path[-1], unshifted, shape, axes)
@@ -121,9 +127,6 @@ def _shrink(
             continue
         after = on_axis(now, axis, goal)
         if isinstance(state, Split) and state.dim == goal.dim:
-            if state.runs:  # all axes that split them together
-                for each in axes_of(now, state.dim):
-                    after = on_axis(after, each, end[each])
             return after
         if not move_of(now, after).fits(shape, axes):
             continue

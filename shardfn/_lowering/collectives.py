@@ -157,9 +157,29 @@ def _regroup(
             pairs = tuple((b, a) for a, b in pairs)
         one = lax.dynamic_slice_in_dim(units, jnp.asarray(moved, jnp.int32)[me], 1)
         moves = any(a != b for a, b in pairs)
-        came.append(lax.ppermute(one, name, pairs) if moves else one)
+        came.append(_sent_on(one, name, pairs) if moves else one)
     units = jnp.take(jnp.concatenate(came), found, axis=0, mode="clip")
     return jnp.moveaxis(units.reshape(rows.shape), 0, move.dim)
+
+
+def _sent_on(
+    x: jax.Array, names: tuple[str, ...], pairs: Sequence[tuple[int, int]]
+) -> jax.Array:
+    """`lax.ppermute` over several mesh axes, of which these names are major to minor.
+    JAX numbers devices in the order of the mesh instead."""
+    mesh = jax.sharding.get_abstract_mesh().axis_names
+    order = tuple(sorted(names, key=mesh.index)) if {*names} <= {*mesh} else names
+    sizes = {name: lax.axis_size(name) for name in names}
+
+    def number(device: int) -> int:
+        places = {}
+        for name in reversed(names):
+            device, places[name] = divmod(device, sizes[name])
+        for name in order:
+            device = device * sizes[name] + places[name]
+        return device
+
+    return lax.ppermute(x, order, [(number(a), number(b)) for a, b in pairs])
 
 
 @lowering(Permute)
@@ -174,7 +194,7 @@ def _permute(
     step = blocks or (1 if rows > 0 else -1)
     pairs = [(i, (i + step) % count) for i in range(count)]
     if blocks:
-        return lax.ppermute(x, name, pairs)
+        return _sent_on(x, name, pairs)
     size = x.shape[dim]
     cut = size - rows if rows > 0 else -rows
     ends = (
@@ -182,8 +202,8 @@ def _permute(
         lax.slice_in_dim(x, cut, size, axis=dim),
     )
     if rows > 0:
-        return lax.concatenate([lax.ppermute(ends[1], name, pairs), ends[0]], dim)
-    return lax.concatenate([ends[1], lax.ppermute(ends[0], name, pairs)], dim)
+        return lax.concatenate([_sent_on(ends[1], name, pairs), ends[0]], dim)
+    return lax.concatenate([ends[1], _sent_on(ends[0], name, pairs)], dim)
 
 
 @lowering(Slice)

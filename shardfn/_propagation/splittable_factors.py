@@ -94,6 +94,8 @@ class SplittableFactors:
             return False
         if is_flat_factor(factor):
             return stored and not self.parts and self.can_part_flat(factor)
+        if self.splits_runs_of(factor):
+            return False
         flattened = any(is_flat_factor(f) for f, _ in self.parts)
         if flattened or not self.rule.is_splittable(factor, self.filled):
             return False
@@ -114,17 +116,24 @@ class SplittableFactors:
             if (dim := self.rule.dim_of(dims, factor)) is not None
         )
 
+    def splits_runs_of(self, factor: str) -> bool:
+        """Whether a more major axis splits a factor that is minor to this one in some
+        dimension: blocks of both would be no block, nor one of each run."""
+        split = {f for f, _ in self.parts}
+        return any(
+            not split.isdisjoint(dim[dim.index(factor) + 1 :])
+            for dims, _, _ in self.sides()
+            for dim in dims
+            if factor in dim
+        )
+
     def part_together(self, axis: int, i: int, factor: str | None) -> bool:
         """Whether `axis` and the minor axes that split a dimension of operand `i` with
         it may all split `factor`, or what is left of it until it is split down to
-        single elements. If only some may, the others would have to gather. None may if
-        a more major axis splits runs of it."""
+        single elements. If only some may, the others would have to gather."""
         state = self.states[i][axis]
         if factor is None or not isinstance(state, Split) or is_flat_factor(factor):
             return True
-        dim = self.rule.operands[i][state.dim]
-        if any(f in dim[dim.index(factor) + 1 :] for f, _ in self.parts):
-            return False
         parts = (self.axes.sizes[a] for f, a in self.parts if f == factor)
         left = self.rule.size(factor) // math.prod(parts)
         for minor in axes_of(self.states[i], state.dim):
