@@ -30,7 +30,7 @@ from shardfn._api.tuning.candidates import Tuning
 from shardfn._api.tuning.changed_options import with_options
 from shardfn._api.tuning.tune import tune
 from shardfn._core.errors import ShardingError, called_from
-from shardfn._core.limits import TUNED_COMPILATIONS
+from shardfn._core.tuning_limits import TUNED_COMPILATIONS
 from shardfn.analysis import targets
 from shardfn.analysis.report import Report
 

@@ -112,6 +112,10 @@ JOINED_BYTES = 2**22
 collective: at 450 GB/s, one way of an H100's links, they take ten microseconds, about
 as long as a collective takes to begin."""
 
+NARROW_SHARE = 0.2
+"""The part of a weight's bytes that gathering what it is made of has to save, to do
+that instead: every device then makes all of the weight, not a part."""
+
 # Which rows that a step makes are split
 
 GENERATED_FLOPS = 2**30
@@ -302,19 +306,3 @@ ROUNDING_FACTOR = 4
 DECIDED_BY_ROUNDING = 0.1
 """A leaf that rounding moves by more is not compared to any use. `ROUNDING_FACTOR`
 times as much, which a leaf that is compared may differ, is less than the leaf."""
-
-# What tuning tries, and what reports advise
-
-TUNED_COMPILATIONS = 8
-"""Programs that tuning compiles at most by default: seconds each for GPUs, a minute or
-more for TPUs."""
-
-TUNED_SHARE = 0.005
-"""The part of a step that options have to save to be chosen: less is within what the
-prediction leaves out."""
-
-ADVISED_SHARE = 0.03
-"""The part of a step that an option may save for a report to name it."""
-
-ADVISED = 2
-"""Options that a report names at most."""

@@ -7,10 +7,11 @@ if the step then takes less time. A loss of random points and a generator's half
 GAN have no batch: each device would work on all of these rows.
 """
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from shardfn._core import compat
 from shardfn._core.constraint import split_rows
@@ -23,19 +24,16 @@ from shardfn._core.limits import (
     REPEATED_FLOPS,
 )
 from shardfn._core.plan import Apply, BodyPlan
-from shardfn._core.program import VALUE, Node, Program, number_of
+from shardfn._core.program import Node, Program, number_of
 from shardfn._core.sharding import Axes, Split
 from shardfn._core.shown_limits import SHOWN_LEAVES
+from shardfn._lowering.constrained_values import NodePath, with_result
 from shardfn._lowering.sent_bytes import Made, Sent, sent
 from shardfn.analysis._replicated import work_of
 from shardfn.analysis._text import size_text
 
 GENERATORS = frozenset(compat.primitives("random_bits", "random_split", "iota"))
 """The operations that make rows of what has none; each device can make its own."""
-
-NodePath = tuple[int, ...]
-"""Where a node is: the first result of a node, which of its bodies, the first result of
-a node in that, and so on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +94,11 @@ def choose_generated(
         if flops < max(GENERATED_FLOPS, GENERATED_SHARE * best.flops):
             break
         passed.add(place)
-        tried = {
-            dim: _Tried(changed, plan(changed), axes)
-            for dim in _dims(node, axes)
-            for changed in [_split(best.program, place, dim, axes)]
-        }
+        tried: dict[int, _Tried] = {}
+        for dim in _dims(node, axes):
+            split = functools.partial(split_rows, axes=axes.batch, dim=dim)
+            changed = with_result(best.program, place, split)
+            tried[dim] = _Tried(changed, plan(changed), axes)
         dim = min(tried, key=lambda d: tried[d].price, default=None)
         if dim is None or tried[dim].price > (1 - GENERATED_SHARE) * best.price:
             continue
@@ -152,41 +150,6 @@ def _dims(node: Node, axes: Axes) -> Iterator[int]:
         if not any(factor in d for dims in node.rule.operands for d in dims):
             if size and size % devices == 0:
                 yield dim
-
-
-def _split(program: Program, place: NodePath, dim: int, axes: Axes) -> Program:
-    """The program with what one node makes split along a dimension."""
-    value, *inner = place
-    at = next(i for i, n in enumerate(program.nodes) if value in n.outputs[:1])
-    node = program.nodes[at]
-    if inner:
-        body, *rest = inner
-        bodies = list(node.bodies)
-        bodies[body] = _split(bodies[body], tuple(rest), dim, axes)
-        nodes = [replace(node, bodies=tuple(bodies))]
-        return replace(
-            program,
-            nodes=(*program.nodes[:at], *nodes, *program.nodes[at + 1 :]),
-        )
-    new = len(program.avals)
-    eqn = compat.traced_equation(
-        lambda x: split_rows(x, axes.batch, dim), node.eqn, [program.avals[value]]
-    )
-    constraint = Node(
-        eqn=eqn,
-        inputs=(new,),
-        outputs=(value,),
-        kind="constrain",
-        kinds=(VALUE,),
-        during=node.during,
-    )
-    nodes = [replace(node, outputs=(new,)), constraint]
-    return replace(
-        program,
-        avals=(*program.avals, program.avals[value]),
-        leaves=(*program.leaves, program.leaf(value)) if program.leaves else (),
-        nodes=(*program.nodes[:at], *nodes, *program.nodes[at + 1 :]),
-    )
 
 
 def _largest(

@@ -18,6 +18,10 @@ from shardfn._core.sharding import Axes, Sharding, stored_shape
 from shardfn._core.stages import Observer, unobserved
 from shardfn._lowering.choose_generated import GeneratedChoice, choose_generated
 from shardfn._lowering.choose_loops import LoopsChoice, choose_loops
+from shardfn._lowering.choose_narrow_gathers import (
+    NarrowChoice,
+    choose_narrow_gathers,
+)
 from shardfn._lowering.choose_owners import OwnersChoice, choose_owners
 from shardfn._lowering.choose_stationary import StationaryChoice, choose_stationary
 from shardfn._lowering.sent_bytes import Made, sent, uses_of
@@ -67,6 +71,7 @@ class PlannedJaxpr:
       owners: which updates of whole matrices are divided among their owners, and why.
       generated: which rows that the step makes by itself are split, and why.
       loops: how much loops hold whole, and why.
+      narrow: which weights are made of what is gathered, and why.
     """
 
     program: Program
@@ -75,11 +80,12 @@ class PlannedJaxpr:
     owners: OwnersChoice = OwnersChoice()
     generated: GeneratedChoice = GeneratedChoice()
     loops: LoopsChoice = LoopsChoice()
+    narrow: NarrowChoice = NarrowChoice()
 
     @property
     def notes(self) -> tuple[str, ...]:
         """The plan's lines about these choices."""
-        choices = self.stationary, self.loops, self.generated, self.owners
+        choices = self.stationary, self.narrow, self.loops, self.generated, self.owners
         return tuple(note for choice in choices for note in choice.notes)
 
 
@@ -123,7 +129,7 @@ def plan_jaxpr(
     if facts is None:
         return PlannedJaxpr(*planner.plan(frozenset()), StationaryChoice())
     planner, made, choice = planner.choose()
-    generated = choose_generated(program, made, axes, planner.of)
+    generated = choose_generated(planner.program, made, axes, planner.of)
     if generated.program is not None:
         planner = replace(planner, program=generated.program)
         planner, made, choice = planner.choose()
@@ -136,7 +142,7 @@ def plan_jaxpr(
     if observe is not unobserved:
         planner = replace(planner, program=owners.program or planner.program)
         made = planner.plan(choice.all, choice.whole, observe)
-    return PlannedJaxpr(*made, choice, owners, generated, planner.loops)
+    return PlannedJaxpr(*made, choice, owners, generated, planner.loops, planner.narrow)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +152,7 @@ class Planner:
 
     Attributes:
       loops: how much `control` lets loops hold whole, and why.
+      narrow: which weights `program` makes of what it gathers, and why.
       known: by program, by `whole` and `exchange` of `propagate`, and by what loops may
         hold, what earlier plans decided: each choice plans the program many times, and
         most of it stays as it was.
@@ -159,16 +166,19 @@ class Planner:
     control: Control
     facts: StepFacts | None
     loops: LoopsChoice = LoopsChoice()
+    narrow: NarrowChoice = NarrowChoice()
     known: dict[tuple[Program, bool, bool, int], Known] = field(default_factory=dict)
 
     def choose(self) -> tuple["Planner", Made, StationaryChoice]:
         """The plan that sends least, of those with leaves staying that may, and with
         loops that hold more than is small; and what plans so."""
         made = self.plan(frozenset())
+        made, narrow = choose_narrow_gathers(self.program, made, self.axes, self.of)
+        planner = replace(self, program=narrow.program or self.program, narrow=narrow)
         made, loops = choose_loops(
-            made, self.axes, lambda allowed: self.holding(allowed).plan(frozenset())
+            made, self.axes, lambda most: planner.holding(most).plan(frozenset())
         )
-        planner = replace(self.holding(loops.allowed), loops=loops)
+        planner = replace(planner.holding(loops.allowed), loops=loops)
         asked, may = self.asked(True), self.asked("auto")
         made, choice = choose_stationary(made, asked, may, self.axes, planner.plan)
         return planner, made, replace(choice, unable=self.unable(made, asked))

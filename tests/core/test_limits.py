@@ -28,6 +28,7 @@ READ = {
 
 FIGURES = {
     "_core.shown_limits": "how much is shown",
+    "_core.tuning_limits": "what tuning tries",
     "analysis._data_sheets": "data sheets of machines",
     "analysis._latency": "latencies that others have published",
 }

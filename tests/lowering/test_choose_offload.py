@@ -193,7 +193,7 @@ def test_targets_say_their_memory(target: str, monkeypatch) -> None:
     choice = report.plan.offload
     assert choice.bound == report.target.memory and not choice.leaves
     assert [t.compiled for t in choice.trials] == [report.memory.peak]
-    assert choice.estimate < 0.6 * choice.compiled, "the estimate is good by now"
+    assert choice.estimate < 0.8 * choice.compiled, "the estimate is good by now"
     # What the compiler says corrects it.
     bound = f"{(report.memory.peak - 64 * KIB) / KIB} KiB"
     choice = sharded(bound).on(target, create(), x).plan.offload

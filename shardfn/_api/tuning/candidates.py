@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardfn._api.tuning.tuned_options import TunedOptions, write
-from shardfn._core.limits import TUNED_SHARE
+from shardfn._core.tuning_limits import TUNED_SHARE
 from shardfn.analysis._text import join_columns, seconds_text, size_text
 from shardfn.analysis.advice import Advice
 from shardfn.analysis.report import Report, compare

@@ -21,8 +21,8 @@ from shardfn._api.tuning.candidates import Candidate, Tuning, choose
 from shardfn._api.tuning.changed_options import with_options
 from shardfn._api.tuning.tuned_options import TunedOptions, state_of
 from shardfn._core.errors import ShardingError
-from shardfn._core.limits import TUNED_COMPILATIONS, TUNED_SHARE
 from shardfn._core.option_values import size_in
+from shardfn._core.tuning_limits import TUNED_COMPILATIONS, TUNED_SHARE
 from shardfn.analysis import targets
 from shardfn.analysis.report import Report
 

@@ -1,0 +1,186 @@
+"""Gathers what a weight is made of, where that is narrower than the weight.
+
+In: a program and its plan, and a function that plans. Out: the program in which values
+that are stored in few bits are gathered as they are, and made into weights on every
+device: elements and scales of int8, NF4 or float8. What is cast to fewer bits is cast
+before it is gathered, as by default.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from shardfn._core.constraint import replicate
+from shardfn._core.equation_flops import flops_of
+from shardfn._core.errors import listed, where
+from shardfn._core.limits import NARROW_SHARE
+from shardfn._core.plan import Apply, BodyPlan
+from shardfn._core.program import Node, Program
+from shardfn._core.sharding import Axes, Sharding, Split
+from shardfn._core.shown_limits import SHOWN_LEAVES
+from shardfn._core.sizes import nbytes
+from shardfn._lowering.constrained_values import BodyPath, with_operands
+from shardfn._lowering.sent_bytes import Made, Sent, sent
+from shardfn.analysis._text import size_text
+
+
+@dataclass(frozen=True, slots=True)
+class NarrowChoice:
+    """What was found of weights that are made of narrower values.
+
+    Attributes:
+      program: the program in which these are gathered; None if none are.
+      places: the user's lines that make the weights.
+      before: what each device sends per step if the weights are gathered.
+      after: what it sends if what they are made of is.
+    """
+
+    program: Program | None = None
+    places: tuple[str, ...] = ()
+    before: Sent = Sent()
+    after: Sent = Sent()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The plan's line about them."""
+        if self.program is None:
+            return ()
+        before, after = (size_text(x.bytes) for x in (self.before, self.after))
+        return (
+            "gathered before it becomes a weight, which takes at least "
+            f"{NARROW_SHARE:.0%} more bytes (limits.NARROW_SHARE): "
+            f"{listed(self.places, SHOWN_LEAVES)}: {after} sent per step instead of "
+            f"{before}",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """The least bytes that a value can be made of on every device.
+
+    Attributes:
+      size: the bytes.
+      values: what has to be gathered.
+      nodes: the first results of the nodes that make the value of that.
+    """
+
+    size: int = 0
+    values: frozenset[int] = frozenset()
+    nodes: frozenset[int] = frozenset()
+
+
+def choose_narrow_gathers(
+    program: Program, made: Made, axes: Axes, plan: Callable[[Program], Made]
+) -> tuple[Made, NarrowChoice]:
+    """The plan with narrow values gathered, if that is worth it.
+
+    Args:
+      program: the program as it is planned.
+      made: the program and its plan so far.
+      axes: the mesh axes.
+      plan: plans another program in the same way.
+
+    Returns:
+      The plan, and what was found.
+    """
+    changed, places = program, dict[str, None]()
+    for body, cut, place in _found(*made, ()):
+        changed = with_operands(changed, body, cut.values, cut.nodes, replicate)
+        places[place] = None
+    if not places:
+        return made, NarrowChoice()
+    tried = plan(changed)
+    before, after = sent(*made, axes), sent(*tried, axes)
+    if after.price >= before.price:
+        return made, NarrowChoice()
+    return tried, NarrowChoice(changed, tuple(places), before, after)
+
+
+def _found(
+    program: Program, plan: BodyPlan, path: BodyPath
+) -> Iterator[tuple[BodyPath, _Cut, str]]:
+    """The narrower cuts of all that is gathered, the body they are in, and where in the
+    user's code the gathered value is made."""
+    cuts = _Cuts(program, plan)
+    for step in plan.steps:
+        if isinstance(step, Apply):
+            node = program.nodes[step.node]
+            for k, bodies in enumerate(zip(node.bodies, step.bodies, strict=True)):
+                yield from _found(*bodies, (*path, *node.outputs[:1], k))
+        elif step.gathers_state and step.source.value in cuts.makers:
+            cut = cuts.of(step.source.value)
+            own = nbytes(program.avals[step.source.value])
+            if cut.nodes and cut.size <= (1 - NARROW_SHARE) * own:
+                node = program.nodes[cuts.makers[step.source.value].node]
+                yield path, cut, where(node.eqn)
+
+
+@dataclass(slots=True)
+class _Cuts:
+    """The least cuts of the values of one body.
+
+    Attributes:
+      program: the body.
+      plan: its plan.
+      makers: by value, the operation that makes it.
+      env: by value, its sharding as it is made.
+      known: by value, its cut.
+    """
+
+    program: Program
+    plan: BodyPlan
+    makers: dict[int, Apply] = field(init=False)
+    env: dict[int, Sharding] = field(init=False)
+    known: dict[int, _Cut] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.makers = {
+            value: step
+            for step in self.plan.steps
+            if isinstance(step, Apply)
+            for value in self.program.nodes[step.node].outputs
+        }
+        self.env = dict(zip(self.program.inputs, self.plan.inputs, strict=True))
+        for step in self.makers.values():
+            made = self.program.nodes[step.node].outputs, step.result_shardings
+            self.env.update(zip(*made, strict=True))
+
+    def of(self, value: int) -> _Cut:
+        """The least cut of a value that is stored in parts; of equal ones that which is
+        nearest to the leaves, as they may be made into other values, too."""
+        if value not in self.known:
+            own = _Cut(nbytes(self.program.avals[value]), frozenset({value}))
+            made_of = self.made_of(value)
+            smaller = made_of is not None and made_of.size <= own.size
+            self.known[value] = made_of if made_of and smaller else own
+        return self.known[value]
+
+    def made_of(self, value: int) -> _Cut | None:
+        """The least cut of what an operation makes a value of; None if it should run on
+        parts, or takes what is no part of the state."""
+        step = self.makers.get(value)
+        if step is None:
+            return None
+        node = self.program.nodes[step.node]
+        if not _runs_anywhere(node, step):
+            return None
+        values, nodes = set[int](), {node.outputs[0]}
+        for atom in {atom for atom in node.inputs if isinstance(atom, int)}:
+            sharding = self.env.get(atom, ())
+            if not any(isinstance(state, Split) for state in sharding):
+                continue
+            if not all(s.stored for s in sharding if isinstance(s, Split)):
+                return None
+            cut = self.of(atom)
+            values |= cut.values
+            nodes |= cut.nodes
+        size = sum(nbytes(self.program.avals[value]) for value in values)
+        return _Cut(size, frozenset(values), frozenset(nodes))
+
+
+def _runs_anywhere(node: Node, step: Apply) -> bool:
+    """Whether an operation can as well run whole on every device: it is no product of
+    matrices, and sums nothing up over devices."""
+    if node.kind != "op" or node.rule is None or node.eqn.effects:
+        return False
+    sums = any(node.rule.reducer(factor) for factor, _ in step.parts)
+    return not flops_of(node.eqn) and not sums
