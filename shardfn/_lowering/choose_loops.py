@@ -22,7 +22,7 @@ from shardfn._core.plan import BodyPlan, Reshard
 from shardfn._core.sharding import Axes
 from shardfn._lowering.live_bytes import live_bytes
 from shardfn._lowering.sent_bytes import Made, Sent, sent
-from shardfn._schedule.loop_invariants import LARGE, SMALL
+from shardfn._schedule.loop_invariants import LARGE, SMALL, STACKS
 from shardfn.analysis._text import size_text
 
 
@@ -93,12 +93,14 @@ def choose_loops(
 
 def _shared(body: BodyPlan) -> Iterator[int]:
     """Bytes of the weights, but for the largest, that the iterations of each loop
-    share."""
+    share, and of those in stacks that loops inside go through."""
     for step in body.steps:
         if isinstance(step, Reshard):
             for note in step.notes:
                 if note.text in (SMALL, LARGE):
                     yield note.sizes[1]
+                elif note.text == STACKS:
+                    yield note.sizes[0]
         else:
             for inner in step.bodies:
                 yield from _shared(inner)

@@ -4,12 +4,13 @@ In: a scan, while or custom step whose body moves constants. Out: the moves, in 
 the step, and the step. Weights that a body gathers in every iteration leave a loop only
 if all but the largest are small together, as an iteration has that whole anyway: a
 recurrent cell's do, and a head's in a loop over parts of the tokens; a whole model's in
-a loop over microbatches do not, unless `reshard_after_forward` says so. Out of a call
+a loop over microbatches do not, unless `reshard_after_forward` says so, or planning
+found that a device has space for them (`choose_loops`). Out of a call
 moves always go: the compiler inlines it, and would merge them with equal moves outside.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import replace
 
 from shardfn._core.control import Control
@@ -35,6 +36,14 @@ LARGE = (
     "stays in the loop: of what its iterations share, {}, all but the largest takes "
     "{}, more than {} (limits.LOOP_BYTES)"
 )
+STACKS = (
+    "stays in the loop in the loop: iterations of the outer one share {} (see "
+    "limits.LOOP_LIVE)"
+)
+ALL_FIT = (
+    "left both loops: iterations of the outer one share {}, less than {}, which a "
+    "device has space for (limits.LOOP_LIVE)"
+)
 
 
 def hoist(
@@ -49,14 +58,15 @@ def hoist(
     given = [step.operands[i] is not None for i in region.operands]
     moves = {
         i: move
-        for i, move in moves_of_inputs(body, plan, equal=True).items()
+        for i, move in moves_of_inputs(body, plan, equal=True, stacked=True).items()
         if i in region.constants and given[i]
     }
     if node.kind == "custom":
         moves = {i: move for i, move in moves.items() if move in plan.steps}
         leaving = dict.fromkeys(moves, CALLED)
     else:
-        leaving, staying = _leaving(body, moves, control)
+        here = moves_of_inputs(body, plan, equal=True)
+        leaving, staying = _leaving(body, moves, moves.keys() - here.keys(), control)
         plan = with_moves(body, plan, staying)
     plan = with_moves(body, plan, dict.fromkeys(leaving))
     out, step = moved_in_front(
@@ -71,6 +81,7 @@ def hoist(
 def _leaving(
     body: Program,
     moves: Mapping[int, Reshard],
+    stacked: Set[int],
     control: Control,
 ) -> tuple[dict[int, Note], dict[int, Note]]:
     """The moves of loop constants that leave the loop, by their positions, and those
@@ -78,7 +89,8 @@ def _leaving(
 
     A gather that is to be repeated after the forward pass stays in a loop that holds
     both passes, one that is not leaves every loop; the others leave if all but the
-    largest are small together.
+    largest are small together. Those that are `stacked`, of which each iteration of a
+    loop inside has one slice at a time, leave if a device has space for all.
     """
     out: dict[int, Note] = {}
     staying: dict[int, Note] = {}
@@ -94,12 +106,20 @@ def _leaving(
             staying[i] = REPEATED
         else:
             others[i] = move
-    if others:
-        shared = [math.prod(m.shape) * m.itemsize for m in others.values()]
+    sizes = {i: math.prod(m.shape) * m.itemsize for i, m in others.items()}
+    here = [i for i in others if i not in stacked]
+    if here:
+        shared = [sizes[i] for i in here]
         small, most = sum(shared) - max(shared), max(LOOP_BYTES, control.loop_bytes)
         text = LARGE if small > most else SMALL if most == LOOP_BYTES else FITS
         note = Note("loop_invariants", text, (sum(shared), small, most))
-        (staying if text is LARGE else out).update(dict.fromkeys(others, note))
+        (staying if text is LARGE else out).update(dict.fromkeys(here, note))
+    if len(here) < len(others):
+        size, most = sum(sizes.values()), control.loop_bytes
+        text = STACKS if size > most else ALL_FIT
+        note = Note("loop_invariants", text, (size, most))
+        stacks = (i for i in others if i in stacked)
+        (staying if text is STACKS else out).update(dict.fromkeys(stacks, note))
     return dict(sorted(out.items())), staying
 
 

@@ -12,11 +12,12 @@ from typing import Any
 from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step, reads
 from shardfn._core.program import Program
 from shardfn._core.reasons import Note, noted
+from shardfn._core.sharding import AxisSharding, Split
 from shardfn._schedule.versions import without_moves
 
 
 def moves_of_inputs(
-    program: Program, plan: BodyPlan, equal: bool = False
+    program: Program, plan: BodyPlan, equal: bool = False, stacked: bool = False
 ) -> dict[int, Reshard]:
     """The move of each input that nothing but this move reads.
 
@@ -24,6 +25,8 @@ def moves_of_inputs(
       program: the program of a body.
       plan: its plan.
       equal: whether several equal moves of an input count, too: the first of them.
+      stacked: whether moves in scans count, too: of what all iterations share, and of
+        each slice of a stack, which are together a move of the stack.
 
     Returns:
       The moves, by the positions of the inputs. A move that is in a remat names values
@@ -33,7 +36,7 @@ def moves_of_inputs(
     readers = Counter(ref for step in plan.steps for ref in _reads(step))
     readers.update(ref for ref in (*plan.outputs, *plan.exports) if ref is not None)
     found: dict[Ref, list[Reshard]] = {ref: [] for ref in positions}
-    for ref, move in _found(program, plan, equal):
+    for ref, move in _found(program, plan, equal, stacked):
         if ref in found:
             found[ref].append(move)
     return {
@@ -51,18 +54,43 @@ def _goal(move: Reshard) -> tuple[Any, ...]:
 
 
 def _found(
-    program: Program, plan: BodyPlan, equal: bool
+    program: Program, plan: BodyPlan, equal: bool, stacked: bool
 ) -> Iterator[tuple[Ref, Reshard]]:
     """What is moved, and how."""
     for step in plan.steps:
         if isinstance(step, Reshard):
             yield step.source, step
-        elif program.nodes[step.node].kind == "remat":
-            (inner,) = program.nodes[step.node].bodies
-            moves = moves_of_inputs(inner, step.bodies[0], equal)
-            for k, ref in enumerate(step.operands):
-                if ref is not None and k in moves:
-                    yield ref, moves[k]
+            continue
+        node = program.nodes[step.node]
+        if node.kind != "remat" and not (stacked and node.kind == "scan"):
+            continue
+        (inner,), (region,) = node.bodies, node.regions
+        moves = moves_of_inputs(inner, step.bodies[0], equal, stacked)
+        for k, move in moves.items():
+            ref = step.operands[region.operands[k]]
+            if k in region.slices:
+                move = _of_stack(move, step.times or 0)
+            elif k not in region.constants:
+                continue
+            if ref is not None and move is not None:
+                yield ref, move
+
+
+def _of_stack(move: Reshard, length: int) -> Reshard | None:
+    """The move of a stack that is this move of each slice; None if that is none."""
+    splits = [s for sharding in move.path for s in sharding if isinstance(s, Split)]
+    plain = all(s.dim >= 0 and not (s.group or s.runs or s.shift) for s in splits)
+    if not plain or any(move.written) or move.auto or move.in_bits:
+        return None
+
+    def outside(state: AxisSharding) -> AxisSharding:
+        return replace(state, dim=state.dim + 1) if isinstance(state, Split) else state
+
+    return replace(
+        move,
+        path=tuple(tuple(map(outside, sharding)) for sharding in move.path),
+        shape=(length, *move.shape),
+    )
 
 
 def _reads(step: Step) -> Iterator[Ref]:
@@ -92,7 +120,7 @@ def with_moves(
     """
     if not instead:
         return plan
-    moves = moves_of_inputs(program, plan, equal=True)
+    moves = moves_of_inputs(program, plan, equal=True, stacked=True)
     positions = {Ref(program.inputs[i]): i for i in instead}
     steps: list[Step] = []
     gone: dict[Ref, Ref] = {}
@@ -122,18 +150,19 @@ def _called(
     instead: Mapping[int, Note | None],
     moves: Mapping[int, Reshard],
 ) -> Apply:
-    """A remat with other moves of some operands; other steps as they are."""
+    """A remat or scan with other moves of some operands; other steps as they are."""
     node = program.nodes[step.node]
     refs = enumerate(step.operands)
     given = {
         k: positions[ref] for k, ref in refs if ref is not None and ref in positions
     }
-    if node.kind != "remat" or not given:
+    if node.kind not in ("remat", "scan") or not given:
         return step
     shardings = list(step.operand_shardings)
     for k, i in given.items():
         shardings[k] = shardings[k] if instead[i] else moves[i].path[-1]
-    inner = {k: instead[i] for k, i in given.items()}
+    (region,) = node.regions
+    inner = {region.operands.index(k): instead[i] for k, i in given.items()}
     body = with_moves(node.bodies[0], step.bodies[0], inner)
     return replace(step, operand_shardings=tuple(shardings), bodies=(body,))
 

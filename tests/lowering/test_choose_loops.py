@@ -173,3 +173,52 @@ def test_what_a_loop_holds_is_explained() -> None:
     assert "left the loop: of what its iterations share, " in text
     assert "which a device has space for (limits.LOOP_LIVE)" in text
     assert "limits.LOOP_LIVE), so they are reduced once, behind it" in text
+
+
+def generation():
+    """A network of scanned layers that goes over its own outputs, and is trained on
+    them: the layers' weights are stacks that a loop inside of a loop goes through."""
+
+    def layer(x, w):
+        return x + jnp.tanh(x @ w["in"]) @ w["out"], None
+
+    def loss(state, x):
+        def token(x, _):
+            x = jax.lax.scan(layer, x, state)[0]
+            return x / 2, x
+
+        made = jax.lax.stop_gradient(jax.lax.scan(token, x, length=6)[1])
+        made = made.swapaxes(0, 1)
+        last = jax.lax.scan(jax.checkpoint(layer), made, state)[0]
+        return 0.01 * jnp.square(last).mean()
+
+    state = {"in": normal(1, 3, WIDE, 48), "out": normal(2, 3, 48, WIDE)}
+    return descend(loss), state, normal(3, ROWS, WIDE)
+
+
+@pytest.mark.parametrize("asked", [{}, {"reshard_after_forward": False}])
+def test_stacks_leave_both_loops(asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, state, batch = generation()
+    options = {**OPTIONS, **asked}
+    if asked:
+        monkeypatch.setattr(choose_loops, "LOOP_MOST", 0)
+    sharded = shardfn.fully_shard(step, cpu_mesh(8), **options)
+    plan = sharded.plan(state, batch)
+    stacks = [c for c in plan.collectives if c.path and len(c.shape) == 3]
+    assert {c.path for c in stacks} == {"in", "out"}
+    assert all(c.times == 1 for c in stacks)
+    assert max(c.times for c in plan.collectives) == 3
+    assert len(lines(plan)) == (not asked)
+    args = sharded.shard(state), batch
+    assert plan.verify(sharded.lower(*args).compile()).ok
+    assert_parity(step, cpu_mesh(8), state, batch, **options)
+
+
+def test_stacks_stay_if_there_is_no_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose_loops, "LOOP_MOST", 0)
+    step, state, batch = generation()
+    plan = shardfn.fully_shard(step, cpu_mesh(8), **OPTIONS).plan(state, batch)
+    assert max(c.times for c in plan.collectives) == 18
+    assert "stays in the loop in the loop: iterations of the outer" in plan.explain(
+        "in"
+    )
