@@ -88,8 +88,10 @@ def _text(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _times(lines: Lines) -> str:
-    times = [line.times for line in lines]
-    return "loop" if None in times else str(sum(t or 0 for t in times))
+    each = sum(line.each for line in lines)
+    if all(line.times is not None for line in lines):
+        return str(each)
+    return "loop" if each == len(lines) == 1 else f"{each} a loop"
 
 
 def _runs(checks: Checks) -> str:
@@ -121,7 +123,7 @@ def _found_dtypes(checks: Checks) -> set[str]:
 def _sent(lines: Lines) -> str:
     """The bytes that are sent, and how many of them are scales."""
     sent = size_text(sum(line.total_bytes for line in lines))
-    scales = sum(line.scale_bytes * (line.times or 1) for line in lines)
+    scales = sum(line.scale_bytes * line.each for line in lines)
     return f"{sent}, scales {size_text(scales)}" if scales else sent
 
 

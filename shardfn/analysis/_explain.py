@@ -100,8 +100,8 @@ def _leaf_text(
 
 
 def _line_text(line: Collective, leaf: str = "") -> str:
-    times = "in a while loop" if line.times is None else f"{line.times} x"
-    often = "" if line.times == 1 else f" {times}"
+    often = "" if line.each == 1 else f" {line.each} x"
+    often += " in each iteration of a while loop:" * (line.times is None)
     text = (
         f"{line.phase} {line.op} over {line.axis}:{often} {shape_text(line.shape)} "
         f"{line.dtype}, {size_text(line.total_bytes)} sent, at {line.place}"

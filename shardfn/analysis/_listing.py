@@ -36,6 +36,7 @@ from shardfn.analysis._move_reason import Why
 from shardfn.analysis._program_hash import operations_hash
 from shardfn.analysis._replicated import work_of
 from shardfn.analysis._surroundings import ALONE, Surroundings
+from shardfn.analysis._times import Times
 from shardfn.analysis.collective import Collective
 from shardfn.analysis.host_transfer import host_leaves, host_transfers
 from shardfn.analysis.plan import Plan
@@ -77,7 +78,7 @@ def make_plan(
     parameters = _Parameters({leaf_name(leaf.path): leaf for leaf in state})
     collectives = []
     counted = count_runs(program, body)
-    for line, gathered in _walk(program, body, axes, 1, counted):
+    for line, gathered in _walk(program, body, axes, Times(), counted):
         collectives.append(line)
         for each in gathered:
             parameters.add(line, *each)
@@ -153,7 +154,7 @@ class _Parameters:
     parts: dict[tuple[str, str], dict[Hashable, int]] = field(default_factory=dict)
 
     def add(self, line: Collective, names: Names, size: int, itemsize: int) -> None:
-        total = size * (line.times or 1)
+        total = size * line.each
         if line.phase == UPDATE:
             return
         if not names:
@@ -174,7 +175,7 @@ def _walk(
     program: Program,
     body: BodyPlan,
     axes: Axes,
-    times: int | None,
+    times: Times,
     counted: Runs | None,
     at: Surroundings = ALONE,
 ) -> Iterator[Line]:
@@ -183,8 +184,8 @@ def _walk(
     users, first = _users(program, body), computed_alike(program)
     for index, step in enumerate(body.steps):
         if isinstance(step, Reshard):
-            runs = times if counted is None else counted.get((at.place, index), 0)
-            if runs == 0:
+            runs = times if counted is None else counted.get((at.place, index))
+            if runs is None:
                 continue
             steps = together(body.steps, index)
             each = [
@@ -194,13 +195,13 @@ def _walk(
             yield from map(_joined, zip(*each, strict=True))
             continue
         node = program.nodes[step.node]
-        inner = None if times is None or step.times is None else times * step.times
+        inner = times.each(step.times)
         for ahead in step.ahead:
-            runs = None if times is None else times * ((step.times or 0) + ahead.lead)
+            runs = times.each((step.times or 0) + ahead.lead)
             place = Surroundings((*at.place, step.node, 0))
             yield from _walk(node.bodies[0], ahead.part, axes, runs, None, place)
         for i, plan in enumerate(step.bodies):
-            place = at.within(node, i, step.node, times)
+            place = at.within(node, i, step.node, times.per_step)
             yield from _walk(node.bodies[i], plan, axes, inner, counted, place)
 
 
@@ -209,7 +210,7 @@ def _moves(
     step: Reshard,
     user: tuple[str, str] | None,
     axes: Axes,
-    times: int | None,
+    times: Times,
     at: Surroundings,
     first: Mapping[int, int],
 ) -> Iterator[Line]:
@@ -237,7 +238,8 @@ def _moves(
                     ),
                     scale_bytes=round(scale_bytes),
                     block=0 if how is None else how.block,
-                    times=None if times is None else times * message.times,
+                    times=times.each(message.times).per_step,
+                    each=times.count * message.times,
                     path=names_text(names),
                     place=place,
                     fallback=fallback,

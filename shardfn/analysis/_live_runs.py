@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 
 from shardfn._core.plan import Apply, BodyPlan, Place, Ref, reads
 from shardfn._core.program import Node, Program
+from shardfn.analysis._times import Times
 
-Runs = Mapping[tuple[Place, int], int | None]
-"""By body and index of a move in it; None if that cannot be known."""
+Runs = Mapping[tuple[Place, int], Times]
+"""By body and index of a move in it."""
 
 Needed = frozenset[int]
 """Indices of the arguments, or results, of a body that something reads."""
@@ -22,7 +23,7 @@ def count_runs(program: Program, body: BodyPlan) -> Runs:
     """The runs of every move of a step, of which all results are read; moves that never
     run are left out."""
     counting = _Counting()
-    counting.body(program, body, frozenset(range(len(body.outputs))), (), 1)
+    counting.body(program, body, frozenset(range(len(body.outputs))), (), Times())
     return counting.runs
 
 
@@ -30,12 +31,11 @@ def count_runs(program: Program, body: BodyPlan) -> Runs:
 class _Counting:
     """Counts while bodies are walked from their ends."""
 
-    runs: dict[tuple[Place, int], int | None] = field(default_factory=dict)
+    runs: dict[tuple[Place, int], Times] = field(default_factory=dict)
 
-    def add(self, place: Place, index: int, times: int | None) -> None:
-        before = self.runs.get((place, index), 0)
-        known = None if before is None or times is None else before + times
-        self.runs[place, index] = known
+    def add(self, place: Place, index: int, times: Times) -> None:
+        before = self.runs.get((place, index), Times(0))
+        self.runs[place, index] = before + times
 
     def body(
         self,
@@ -43,7 +43,7 @@ class _Counting:
         body: BodyPlan,
         results: Needed,
         at: Place,
-        times: int | None,
+        times: Times,
     ) -> Needed:
         """Adds `times` runs of a body, `results` of which are read; its arguments that
         it reads."""
@@ -65,7 +65,7 @@ class _Counting:
         step: Apply,
         live: Iterable[Ref | None],
         at: Place,
-        times: int | None,
+        times: Times,
     ) -> set[Ref]:
         """Adds the runs of a node's bodies; the versions that it reads, none if nothing
         reads what it makes."""
@@ -84,7 +84,7 @@ class _Counting:
             else:
                 given = enumerate(region.results)
                 read = (j for j, out in given if whole or out in results)
-                runs = _product(times, step.times)
+                runs = times.each(step.times)
                 needed = self.body(program, plan, frozenset(read), place, runs)
             arguments = enumerate(region.operands)
             operands += [of for j, of in arguments if whole or j in needed]
@@ -97,7 +97,7 @@ class _Counting:
         step: Apply,
         results: set[int],
         place: Place,
-        times: int | None,
+        times: Times,
     ) -> Needed:
         """Adds the runs of a scan's body, of the last iteration first; the arguments
         that some iteration reads."""
@@ -111,7 +111,7 @@ class _Counting:
         written_out, read = length - looped, set()
         while written_out:
             trial = _Counting()
-            needed = trial.body(program, plan, live | stacks, place, 1)
+            needed = trial.body(program, plan, live | stacks, place, Times())
             before = frozenset(i for i, j in carried.items() if j in needed)
             count = written_out if before == live else 1
             self.take(trial, times, count)
@@ -119,7 +119,7 @@ class _Counting:
             live, written_out = before, written_out - count
         while looped:
             trial = _Counting()
-            needed = trial.body(program, plan, live | stacks, place, 1)
+            needed = trial.body(program, plan, live | stacks, place, Times())
             before = frozenset(i for i, j in carried.items() if j in needed) | live
             if before == live:
                 self.take(trial, times, looped)
@@ -128,11 +128,7 @@ class _Counting:
             live = before
         return frozenset(read)
 
-    def take(self, trial: "_Counting", times: int | None, count: int) -> None:
+    def take(self, trial: "_Counting", times: Times, count: int) -> None:
         """Adds what one iteration runs, `count` of them, `times` times."""
         for (place, index), runs in trial.runs.items():
-            self.add(place, index, _product(times, _product(count, runs)))
-
-
-def _product(a: int | None, b: int | None) -> int | None:
-    return None if a is None or b is None else a * b
+            self.add(place, index, times * runs.each(count))

@@ -202,7 +202,7 @@ def _status(need: Need, needs: Iterable[Need], platform: str) -> str:
     if compat.merges_gathers(platform) and twins:
         found = [c.times for each in (need, *twins) for c in each.found]
         outside = not need.line.hoisted.isdisjoint(found)  # or several lines have some
-        enough = outside or sum(found) >= (need.line.times or 1)
+        enough = outside or sum(found) >= need.line.each
         return SHARED if enough else MISSING
     if any(_is_apart(need, other) for other in whole):
         return ONCE
@@ -217,7 +217,7 @@ def _is_in_rounds(need: Need, twins: Sequence[Need]) -> bool:
     """Whether a line, together with those that gather the same leaf, was found once for
     all iterations that are written out beside each other."""
     each = (need, *twins)
-    fewest = sum(min(n.line.unrolled, default=n.line.times or 1) for n in each)
+    fewest = sum(min(n.line.unrolled, default=n.line.each) for n in each)
     found = sum(found.times for n in each for found in n.found)
     return bool(need.line.unrolled) and found >= fewest
 

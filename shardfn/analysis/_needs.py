@@ -84,8 +84,7 @@ class Supply:
 
 
 def need_of(line: Collective, axes: Axes) -> Need:
-    runs = 1 if line.times is None else line.times
-    return Need(line, line.devices, runs, _talking(line, axes))
+    return Need(line, line.devices, line.each, _talking(line, axes))
 
 
 def _talking(line: Collective, axes: Axes) -> frozenset[Partition]:

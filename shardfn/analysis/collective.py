@@ -23,6 +23,7 @@ class Collective:
       scale_bytes: those of them that are scales of quantized blocks.
       block: elements that share a scale; 0 if the value is not quantized.
       times: runs per step; None inside a while loop.
+      each: runs per step, of while loops in one iteration.
       path: the state leaf it belongs to, or "".
       place: the user's source line that needs it.
       fallback: the primitive without a rule that caused it, or "".
@@ -78,8 +79,9 @@ class Collective:
     hoisted: frozenset[int] = field(default=frozenset(), compare=False, repr=False)
     unrolled: frozenset[int] = field(default=frozenset(), compare=False, repr=False)
     why: tuple[Any, ...] = field(default=(), compare=False, repr=False)
+    each: int = field(default=1, repr=False)
 
     @property
     def total_bytes(self) -> int:
-        """Wire bytes per device and step; a while loop is counted once."""
-        return self.wire_bytes * (1 if self.times is None else self.times)
+        """Wire bytes per device and step; of a while loop one iteration counts."""
+        return self.wire_bytes * self.each

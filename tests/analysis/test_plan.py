@@ -231,6 +231,20 @@ def test_a_while_loop_prints_loop_and_counts_once() -> None:
     assert str(plan).endswith("while loops are counted as one iteration")
 
 
+def test_a_scan_in_a_while_loop_counts_its_own_iterations() -> None:
+    def step(w, x):
+        layer = lambda h, w: (jnp.tanh(h @ w), None)  # noqa: E731
+        again = lambda h: lax.scan(layer, h, w)[0]  # noqa: E731
+        return w, lax.while_loop(lambda h: h.sum() > 1, again, x).mean()
+
+    plan = plan_of(step, (6, 16, 16), (16, 16), devices=4)
+    (line,) = [c for c in plan.collectives if c.shape == (16, 16)]
+    assert (line.times, line.total_bytes) == (None, 6 * line.wire_bytes)
+    assert plan.parameter_bytes == 6 * 4 * 16 * 16
+    assert " 6 a loop " in str(plan)
+    assert "6 x in each iteration of a while loop: 16x16" in plan.explain("*")
+
+
 # Values
 
 

@@ -14,6 +14,9 @@ from numpy.testing import assert_allclose
 from plan_helpers import CPU_MERGES_GATHERS, QUICK, cpu_mesh
 
 import shardfn
+from shardfn._lowering import choose_loops
+from shardfn._propagation import loop_carries
+from shardfn._schedule import loop_invariants
 
 DTYPES = "bool int8 uint32 float16 float32".split()
 
@@ -86,7 +89,8 @@ def tied(remat: bool) -> Any:
 
     def loss(p, tokens):
         def layer(h, w):
-            return h + jnp.tanh(h @ w["up"] + p["bias"]) @ w["down"], None
+            h = h + jnp.tanh(h @ w["up"] + p["bias"]) @ w["down"]
+            return h * p.get("scale", 1.0), None
 
         layer = jax.checkpoint(layer) if remat else layer
         h, _ = lax.scan(layer, p["table"][tokens], p["layers"])
@@ -199,11 +203,20 @@ def test_gathers_of_iterations_that_nothing_reads_are_not_planned(
     assert gathers == {"forward": length, "backward": times}
 
 
-def test_what_iterations_share_is_not_gathered_ahead() -> None:
+@pytest.fixture
+def loops_hold_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (loop_invariants, loop_carries):
+        monkeypatch.setattr(module, "LOOP_BYTES", -1)
+    monkeypatch.setattr(choose_loops, "LOOP_MOST", 0)
+
+
+def test_what_iterations_share_is_not_gathered_ahead(loops_hold_nothing) -> None:
     sharded = shardfn.fully_shard(tied(True), cpu_mesh(8), min_size=0, prefetch=1)
-    times = {(c.path, c.times) for c in sharded.plan(TIED, TOKENS).collectives}
-    assert {("layers/up", 4), ("layers/down", 4), ("bias", 3)} <= times
-    assert ("bias", 4) not in times
+    state = {**TIED, "scale": jnp.ones(8)}
+    times = {(c.path, c.times) for c in sharded.plan(state, TOKENS).collectives}
+    shared = {("bias", 3), ("scale", 3)}
+    assert {("layers/up", 4), ("layers/down", 4), *shared} <= times
+    assert times.isdisjoint({("bias", 4), ("scale", 4)})
 
 
 def microbatched(
@@ -255,7 +268,9 @@ PARTS = jnp.zeros((3, 16, 4), jnp.int32)
 
 
 @pytest.mark.parametrize("name", MICROBATCHED)
-def test_gathers_that_leave_the_loop_over_microbatches_are_found(name) -> None:
+def test_gathers_that_leave_the_loop_over_microbatches_are_found(
+    name, loops_hold_nothing
+) -> None:
     """Compilers for CPUs gather once in front of it what is the same for each."""
     sharded, compiled = compile_microbatched(name)
     result = sharded.plan(TABLES, PARTS).verify(compiled)
@@ -276,20 +291,26 @@ def compile_microbatched(name: str) -> Any:
     return sharded, sharded.lower(TABLES, PARTS).compile(compiler_options=QUICK)
 
 
-def test_what_other_compilers_gather_in_front_of_a_loop_is_refused() -> None:
+def test_what_other_compilers_gather_in_front_of_a_loop_is_refused(
+    loops_hold_nothing,
+) -> None:
     """There it costs memory that they would not spend. Gathers of a loop's slices can
     leave no loop, and wait in the backward pass."""
     sharded, compiled = compile_microbatched("scan")
     plan, text = sharded.plan(TABLES, PARTS), compiled.as_text()
     checked = plan.verify(text)
-    assert {c.line.path for c in checked.having("hoisted")} == {"places", "norm"}
+    assert {c.line.path for c in checked.having("hoisted")} == {
+        "places",
+        "norm",
+        "table",
+    }
     assert not checked.ok and "hoisted: gathered once in front of" in checked.problems()
     fewer = plan.verify(text.replace('{"n":"2"}', '{"n":"1"}'))
     assert text.count('{"n":"2"}') and not fewer.ok
     assert [c.runs for c in fewer.having("missing")] == [3, 3, 3]
 
 
-def test_what_a_loop_writes_out_may_be_gathered_once() -> None:
+def test_what_a_loop_writes_out_may_be_gathered_once(loops_hold_nothing) -> None:
     sharded, compiled = compile_microbatched("unrolled")
     checked = sharded.plan(TABLES, PARTS).verify(compiled.as_text())
     found = {c.line.path: (c.runs, c.line.times) for c in checked.having("unrolled")}

@@ -106,14 +106,14 @@ def _keep_gathered(figures: Figures, devices: Devices, memory: int) -> Iterator[
     ]
     free, kept = memory - figures.memory.peak, list[Collective]()
     for c in sorted(twice, key=_worth_keeping):
-        size = _whole([c]) * (c.times or 1)
+        size = _whole([c]) * c.each
         if size <= free:
             free, kept = free - size, [*kept, c]
     if not kept or not waits:
         return
     sent = sum(c.total_bytes for c in kept)
     share = sent / max(sum(c.total_bytes for c in _gathers(figures)), 1)
-    size = sum(_whole([c]) * (c.times or 1) for c in kept)
+    size = sum(_whole([c]) * c.each for c in kept)
     paths = tuple(dict.fromkeys(c.path for c in kept))
     named = False if len(kept) == len(twice) else dict.fromkeys(paths, False)
     of = f"{len(paths)} of {len({c.path for c in twice})} leaves"
@@ -130,7 +130,7 @@ def _defer(figures: Figures, devices: Devices, memory: int) -> Iterator[Advice]:
     summed: Counter[str] = Counter()
     for c in figures.plan.collectives:
         if c.op == ReduceScatter.op and c.path in sizes:
-            summed[c.path] += c.elements * (c.times or 1)
+            summed[c.path] += c.elements * c.each
     elements = {name: _elements(sizes[name].shape) for name in summed}
     many = [name for name, n in summed.items() if n >= 2 * elements[name] > 0]
     waits = _waits(figures, ReduceScatter.op)
@@ -147,7 +147,7 @@ def _buckets(figures: Figures, devices: Devices, memory: int) -> Iterator[Advice
     del devices, memory
     small = [c for c in figures.plan.collectives if 0 < c.wire_bytes < JOINED_BYTES]
     runs, of_all = (
-        sum(c.times or 1 for c in lines) for lines in (small, figures.plan.collectives)
+        sum(c.each for c in lines) for lines in (small, figures.plan.collectives)
     )
     latency = figures.timeline.latency * runs / max(of_all, 1)
     saves = min(figures.exposed_seconds, latency)
@@ -204,7 +204,7 @@ RULES: tuple[Callable[[Figures, Devices, int], Iterator[Advice]], ...] = (
 def _worth_keeping(line: Collective) -> tuple[float, int, str]:
     """First what sends most for each byte that is kept, of these the largest."""
     size = max(_whole([line]), 1)
-    return -line.wire_bytes / size, -size * (line.times or 1), line.path
+    return -line.wire_bytes / size, -size * line.each, line.path
 
 
 def _waits(figures: Figures, op: str) -> float:
