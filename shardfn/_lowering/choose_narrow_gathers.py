@@ -2,8 +2,8 @@
 
 In: a program and its plan, and a function that plans. Out: the program in which values
 that are stored in few bits are gathered as they are, and made into weights on every
-device: elements and scales of int8, NF4 or float8. What is cast to fewer bits is cast
-before it is gathered, as by default.
+device: elements and scales of int8, NF4 or float8; and thin factors of a matrix. What
+is cast to fewer bits is cast before it is gathered, as by default.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from shardfn._core.constraint import replicate
 from shardfn._core.equation_flops import flops_of
 from shardfn._core.errors import listed, where
-from shardfn._core.limits import NARROW_SHARE
+from shardfn._core.limits import NARROW_SHARE, REPEATED_FLOPS
 from shardfn._core.plan import Apply, BodyPlan
 from shardfn._core.program import Node, Program
 from shardfn._core.sharding import Axes, Sharding, Split
@@ -61,11 +61,17 @@ class _Cut:
       size: the bytes.
       values: what has to be gathered.
       nodes: the first results of the nodes that make the value of that.
+      flops: what these compute on every device.
     """
 
     size: int = 0
     values: frozenset[int] = frozenset()
     nodes: frozenset[int] = frozenset()
+    flops: int = 0
+
+    def is_worth(self, size: int) -> bool:
+        """Whether it is better than to gather so many bytes."""
+        return self.flops <= (size - self.size) * REPEATED_FLOPS
 
 
 def choose_narrow_gathers(
@@ -150,8 +156,8 @@ class _Cuts:
         if value not in self.known:
             own = _Cut(nbytes(self.program.avals[value]), frozenset({value}))
             made_of = self.made_of(value)
-            smaller = made_of is not None and made_of.size <= own.size
-            self.known[value] = made_of if made_of and smaller else own
+            better = made_of is not None and made_of.is_worth(own.size)
+            self.known[value] = made_of if made_of and better else own
         return self.known[value]
 
     def made_of(self, value: int) -> _Cut | None:
@@ -163,7 +169,7 @@ class _Cuts:
         node = self.program.nodes[step.node]
         if not _runs_anywhere(node, step):
             return None
-        values, nodes = set[int](), {node.outputs[0]}
+        values, nodes = set[int](), {node.outputs[0]: step.node}
         for atom in {atom for atom in node.inputs if isinstance(atom, int)}:
             sharding = self.env.get(atom, ())
             if not any(isinstance(state, Split) for state in sharding):
@@ -172,15 +178,19 @@ class _Cuts:
                 return None
             cut = self.of(atom)
             values |= cut.values
-            nodes |= cut.nodes
+            nodes |= {n: self.makers[n].node for n in cut.nodes}
         size = sum(nbytes(self.program.avals[value]) for value in values)
-        return _Cut(size, frozenset(values), frozenset(nodes))
+        flops = sum(self.flops(at) for at in nodes.values())
+        return _Cut(size, frozenset(values), frozenset(nodes), flops)
+
+    def flops(self, at: int) -> int:
+        """What a node computes if it runs whole."""
+        return sum(flops_of(self.program.nodes[at].eqn).values())
 
 
 def _runs_anywhere(node: Node, step: Apply) -> bool:
-    """Whether an operation can as well run whole on every device: it is no product of
-    matrices, and sums nothing up over devices."""
+    """Whether an operation can as well run whole on every device: it sums nothing up
+    over devices."""
     if node.kind != "op" or node.rule is None or node.eqn.effects:
         return False
-    sums = any(node.rule.reducer(factor) for factor, _ in step.parts)
-    return not flops_of(node.eqn) and not sums
+    return not any(node.rule.reducer(factor) for factor, _ in step.parts)
