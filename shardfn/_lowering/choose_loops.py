@@ -48,12 +48,15 @@ class LoopsChoice:
         if not self.allowed:
             return ()
         before, after = (size_text(x.bytes) for x in (self.before, self.after))
-        most, more = size_text(self.allowed), size_text(max(self.more, 0))
+        allowed, more = size_text(self.allowed), size_text(max(self.more, 0))
+        why = f"at most {size_text(LOOP_LIVE)} (limits.LOOP_LIVE)"
+        if self.more > LOOP_LIVE:
+            most = f"at most {size_text(LOOP_MOST)} (limits.LOOP_MOST)"
+            why = f"each byte of which saves {LOOP_WORTH} (limits.LOOP_WORTH), {most}"
         return (
-            f"loops hold what their iterations share, up to {most} of weights or sums: "
-            f"{after} sent per step instead of {before} (limits.LOOP_SAVED), {more} "
-            "more at once (limits.LOOP_LIVE), or what is worth it (limits.LOOP_WORTH), "
-            "(limits.LOOP_MOST)",
+            f"loops hold what their iterations share, up to {allowed} of weights or "
+            f"sums: {after} sent per step instead of {before} (limits.LOOP_SAVED), and "
+            f"{more} more at once, {why}",
         )
 
 

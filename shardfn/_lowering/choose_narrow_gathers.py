@@ -173,6 +173,8 @@ class _Cuts:
         for atom in {atom for atom in node.inputs if isinstance(atom, int)}:
             sharding = self.env.get(atom, ())
             if not any(isinstance(state, Split) for state in sharding):
+                if flops_of(node.eqn):
+                    return None  # a product with what is no weight
                 continue
             if not all(s.stored for s in sharding if isinstance(s, Split)):
                 return None

@@ -128,11 +128,17 @@ def plan_jaxpr(
     planner = Planner(program, inputs, fixed, axes, small, control, facts)
     if facts is None:
         return PlannedJaxpr(*planner.plan(frozenset()), StationaryChoice())
-    planner, made, choice = planner.choose()
-    generated = choose_generated(planner.program, made, axes, planner.of)
+    start = planner
+    planner, made, choice = start.choose()
+    generated = choose_generated(
+        planner.program,
+        made,
+        axes,
+        lambda program: replace(start, program=program).gathering()[1],
+    )
     if generated.program is not None:
-        planner = replace(planner, program=generated.program)
-        planner, made, choice = planner.choose()
+        start = replace(start, program=generated.program, narrow=planner.narrow)
+        planner, made, choice = start.choose()
 
     def plan(program: Program) -> Made:
         other = replace(planner, program=program)
@@ -170,18 +176,24 @@ class Planner:
     known: dict[tuple[Program, bool, bool, int], Known] = field(default_factory=dict)
 
     def choose(self) -> tuple["Planner", Made, StationaryChoice]:
-        """The plan that sends least, of those with leaves staying that may, and with
-        loops that hold more than is small; and what plans so."""
-        made = self.plan(frozenset())
-        made, narrow = choose_narrow_gathers(self.program, made, self.axes, self.of)
-        planner = replace(self, program=narrow.program or self.program, narrow=narrow)
-        made, loops = choose_loops(
-            made, self.axes, lambda most: planner.holding(most).plan(frozenset())
-        )
-        planner = replace(planner.holding(loops.allowed), loops=loops)
+        """The plan that sends least, of those with leaves staying that may; and what
+        plans so."""
+        planner, made = self.gathering()
         asked, may = self.asked(True), self.asked("auto")
         made, choice = choose_stationary(made, asked, may, self.axes, planner.plan)
         return planner, made, replace(choice, unable=self.unable(made, asked))
+
+    def gathering(self) -> tuple["Planner", Made]:
+        """The plan that sends least, of those that gather all leaves: these or what
+        they are made of, in loops or in front of them; and what plans so."""
+        planner, made = self, self.plan(frozenset())
+        made, narrow = choose_narrow_gathers(self.program, made, self.axes, self.of)
+        if narrow.program is not None:
+            planner = replace(self, program=narrow.program, narrow=narrow)
+        made, loops = choose_loops(
+            made, self.axes, lambda most: planner.holding(most).plan(frozenset())
+        )
+        return replace(planner.holding(loops.allowed), loops=loops), made
 
     def holding(self, allowed: int) -> "Planner":
         """The same, where loops may hold so many bytes if these are more than others

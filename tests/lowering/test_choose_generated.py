@@ -8,7 +8,9 @@ import pytest
 from plan_helpers import cpu_mesh
 
 import shardfn
-from shardfn._lowering import choose_generated, sent_bytes
+from shardfn._lowering import choose_generated, choose_loops, sent_bytes
+from shardfn._propagation import loop_carries
+from shardfn._schedule import loop_invariants
 from shardfn.testing import assert_parity
 
 WIDE, ROWS = 256, 512
@@ -176,6 +178,20 @@ def test_over_two_mesh_axes() -> None:
     assert_parity(step, mesh, state, *batch, tol=2e-5, **options)
     plan = shardfn.fully_shard(step, mesh, **options).plan(state, *batch)
     assert plan.work.flops < 1.1 * plan_of("laplace").work.flops
+
+
+def test_loops_over_such_rows_hold_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What else is chosen is chosen for the rows as they are split."""
+    for module in (loop_invariants, loop_carries, choose_loops):
+        monkeypatch.setattr(module, "LOOP_BYTES", 0)
+    plan = plan_of("rollouts")
+    assert {n.split(":")[0] for n in plan.notes if "limits.GENERATED" in n} == {
+        "rows that the step makes are split"
+    }
+    assert any(n.startswith("loops hold what") for n in plan.notes)
+    assert {c.times for c in plan.collectives if c.path} == {1}
+    step, state, batch = CASES["rollouts"]
+    assert_parity(step, cpu_mesh(8), state, *batch, tol=2e-5, **OPTIONS)
 
 
 def test_rows_that_devices_do_not_divide_are_made_whole() -> None:
