@@ -58,6 +58,10 @@ LOOP_WORTH = 64
 LOOP_SAVED = 0.2
 """The part of a step's bytes that has to be saved for the same."""
 
+LOOP_UNKNOWN = 16
+"""Iterations that a while loop is taken to make where that decides the same: it is
+written as one because they may be many, such as tokens until the last."""
+
 LOOP_SUMS = 2
 """How many times as large as weights their sums may be in a loop: sums of gradients in
 float32 are, of weights that are gathered in bfloat16."""

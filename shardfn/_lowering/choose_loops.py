@@ -16,6 +16,7 @@ from shardfn._core.limits import (
     LOOP_MOST,
     LOOP_SAVED,
     LOOP_SUMS,
+    LOOP_UNKNOWN,
     LOOP_WORTH,
 )
 from shardfn._core.plan import BodyPlan, Reshard
@@ -35,12 +36,14 @@ class LoopsChoice:
       before: what each device sends per step if they hold no more than that.
       after: what it sends if they do.
       more: bytes that it then has more at once.
+      in_while: whether that depends on iterations that nobody knows.
     """
 
     allowed: int = 0
     before: Sent = Sent()
     after: Sent = Sent()
     more: int = 0
+    in_while: bool = False
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -56,8 +59,16 @@ class LoopsChoice:
         return (
             f"loops hold what their iterations share, up to {allowed} of weights or "
             f"sums: {after} sent per step instead of {before} (limits.LOOP_SAVED), and "
-            f"{more} more at once, {why}",
+            f"{more} more at once, {why}" + self.assumed,
         )
+
+    @property
+    def assumed(self) -> str:
+        """What was assumed of while loops, if there are any."""
+        if not self.in_while:
+            return ""
+        each = f"{LOOP_UNKNOWN} iterations of each while loop"
+        return f"; for {each}, which nobody knows (limits.LOOP_UNKNOWN)"
 
 
 def choose_loops(
@@ -76,7 +87,7 @@ def choose_loops(
     sizes = sorted(set(_shared(made[1])))
     if not sizes:
         return made, LoopsChoice()
-    first, live = sent(*made, axes), live_bytes(*made, axes)
+    first, live = _sent(made, axes), live_bytes(*made, axes)
     best, choice = made, LoopsChoice(after=first)
     for size in sizes:
         allowed = LOOP_SUMS * size
@@ -85,13 +96,18 @@ def choose_loops(
         if allowed <= LOOP_BYTES:
             continue
         tried = plan(allowed)
-        more, after = live_bytes(*tried, axes) - live, sent(*tried, axes)
+        more, after = live_bytes(*tried, axes) - live, _sent(tried, axes)
         saves = first.bytes - after.bytes
         if more > (LOOP_MOST if saves >= LOOP_WORTH * more else LOOP_LIVE):
             break
         if after.price <= (1 - LOOP_SAVED) * choice.after.price:
-            best, choice = tried, LoopsChoice(allowed, first, after, more)
+            in_while = sent(*made, axes) != first
+            best, choice = tried, LoopsChoice(allowed, first, after, more, in_while)
     return best, choice
+
+
+def _sent(made: Made, axes: Axes) -> Sent:
+    return sent(*made, axes, unknown=LOOP_UNKNOWN)
 
 
 def _shared(body: BodyPlan) -> Iterator[int]:

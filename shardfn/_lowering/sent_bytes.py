@@ -262,9 +262,10 @@ def sent(
     axes: Axes,
     times: int = 1,
     counts: Callable[[Program, Reshard], bool] = lambda program, step: True,
+    unknown: int = 1,
 ) -> Sent:
     """What each device sends per step, of the moves that count; a loop whose iterations
-    nobody knows counts once."""
+    nobody knows is taken to make `unknown` of them."""
     total, collectives = 0.0, 0
     for step in body.steps:
         if isinstance(step, Reshard):
@@ -281,15 +282,15 @@ def sent(
                     for message in move.messages(step.part_shape, axes)
                 )
             continue
-        inner = times * (step.times or 1)
+        inner = times * (unknown if step.times is None else step.times or 1)
         bodies: Sequence[Made] = [
             *zip(program.nodes[step.node].bodies, step.bodies, strict=True)
         ]
-        parts = [sent(*each, axes, inner, counts) for each in bodies]
+        parts = [sent(*each, axes, inner, counts, unknown) for each in bodies]
         for ahead in step.ahead:
             runs = inner + times * ahead.lead
             body_of = program.nodes[step.node].bodies[0]
-            parts.append(sent(body_of, ahead.part, axes, runs, counts))
+            parts.append(sent(body_of, ahead.part, axes, runs, counts, unknown))
         total += sum(part.bytes for part in parts)
         collectives += sum(part.collectives for part in parts)
     return Sent(round(total), collectives)

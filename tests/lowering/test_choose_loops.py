@@ -222,3 +222,26 @@ def test_stacks_stay_if_there_is_no_space(monkeypatch: pytest.MonkeyPatch) -> No
     assert "stays in the loop in the loop: iterations of the outer" in plan.explain(
         "in"
     )
+
+
+def test_while_loops_are_taken_to_make_several_iterations() -> None:
+    """Layers that are applied as often as the batch says."""
+
+    def step(state, x, count):
+        def layers(x):
+            for w in state:
+                x = x + jnp.tanh(x @ w["in"]) @ w["out"]
+            return x / 2
+
+        x = jax.lax.fori_loop(0, count, lambda _, x: layers(x), x)
+        return jax.tree.map(lambda w: w + x.mean(), state), jnp.square(x).mean()
+
+    _, state, x = rolled_out()
+    args = state, x, jnp.int32(3)
+    plan = shardfn.fully_shard(step, cpu_mesh(8), **OPTIONS).plan(*args)
+    (line,) = lines(plan)
+    assert line.endswith(
+        "for 16 iterations of each while loop, which nobody knows (limits.LOOP_UNKNOWN)"
+    )
+    assert {c.times for c in plan.collectives if c.path} == {1}
+    assert_parity(step, cpu_mesh(8), *args, **OPTIONS)
