@@ -21,9 +21,9 @@ from shardfn._core import compat
 from shardfn._core.call_arguments import Position, Rest, StateArguments, by_place
 from shardfn._core.errors import ShardingError, called, step_name
 from shardfn._core.leaves import Leaf
+from shardfn._core.limits import LOCAL_READINGS
 from shardfn._core.recent import Recent
 from shardfn._core.sharding import Axes, Sharding, axes_of
-from shardfn._core.shown_limits import LOCAL_READINGS
 from shardfn.storage._leaves import leaves_of
 
 

@@ -226,6 +226,10 @@ KINDS = 2**14
 PROCESS_SECONDS = 600
 """How long one process waits for another to plan the step that it plans itself."""
 
+LOCAL_READINGS = 16
+"""Sets of arguments that are tried as the state of a step inside `shard_map`: a trace
+each where their shapes differ, of steps with up to four arguments like its states."""
+
 # How states are made, written and read
 
 INIT_BYTES = 2**26

@@ -35,7 +35,3 @@ PAGE_POINTS = 1500
 
 DOC_WIDTH = 84
 """Characters in a line of `fully_shard`'s docstring."""
-
-LOCAL_READINGS = 16
-"""Sets of arguments that are tried as the state of a step inside `shard_map`: a trace
-each where their shapes differ, of steps with up to four arguments like its states."""
