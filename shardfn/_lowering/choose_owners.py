@@ -7,21 +7,21 @@ then computes its layers alone, and a second all-to-all takes the results to whe
 leaves are stored.
 """
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
-from shardfn._core import compat
 from shardfn._core.constraint import split_of_state
 from shardfn._core.errors import listed, where
 from shardfn._core.limits import STATIONARY_BYTES, STATIONARY_LIVE, STATIONARY_SHARE
 from shardfn._core.phases import UPDATE
 from shardfn._core.plan import BodyPlan, Reshard, communicating_moves
-from shardfn._core.program import VALUE, Node, Program
+from shardfn._core.program import Node, Program
 from shardfn._core.sharding import Axes
 from shardfn._core.shown_limits import SHOWN_LEAVES
 from shardfn._core.sizes import nbytes
+from shardfn._lowering.constrained_values import with_operands
 from shardfn._lowering.live_bytes import live_bytes
 from shardfn._lowering.sent_bytes import Made, Sent, sent
 from shardfn.analysis._replicated import work_of
@@ -181,39 +181,8 @@ def _divided(
     program: Program, stacks: dict[tuple[int, ...], list[int]], axes: Axes
 ) -> Program:
     """The program with these operands of nodes split along the first dimension."""
-    avals, leaves = list(program.avals), list(program.leaves)
-    nodes: list[Node] = []
-    moved: dict[int, int] = {}
+    values = {value for operands in stacks.values() for value in operands}
+    readers = {outputs[0] for outputs in stacks}
     name = axes.names[axes.stored]
-
-    def split(x: Any) -> Any:
-        return split_of_state(x, name, 0)
-
-    for node in program.nodes:
-        for value in stacks.get(node.outputs, ()):
-            if value in moved:
-                continue
-            moved[value] = len(avals)
-            avals.append(program.avals[value])
-            if leaves:
-                leaves.append(program.leaf(value))
-            eqn = compat.traced_equation(split, node.eqn, [program.avals[value]])
-            nodes.append(
-                Node(
-                    eqn=eqn,
-                    inputs=(value,),
-                    outputs=(moved[value],),
-                    kind="constrain",
-                    kinds=(VALUE,),
-                    during=node.during,
-                )
-            )
-        if node.outputs in stacks:
-            inputs = tuple(
-                moved.get(a, a) if isinstance(a, int) else a for a in node.inputs
-            )
-            node = replace(node, inputs=inputs)
-        nodes.append(node)
-    return replace(
-        program, avals=tuple(avals), nodes=tuple(nodes), leaves=tuple(leaves)
-    )
+    split = functools.partial(split_of_state, axis=name, dim=0)
+    return with_operands(program, (), values, readers, split)

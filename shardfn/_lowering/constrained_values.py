@@ -38,7 +38,7 @@ def with_result(
     def change(inner: Program) -> Program:
         at = next(i for i, n in enumerate(inner.nodes) if value in n.outputs[:1])
         node, new = inner.nodes[at], len(inner.avals)
-        constraint = _constraint(inner, node, new, value, value, constrain)
+        constraint = _constraint(node, inner.avals[value], new, value, constrain)
         nodes = replace(node, outputs=(new, *node.outputs[1:])), constraint
         return _with_values(
             inner, [value], (*inner.nodes[:at], *nodes, *inner.nodes[at + 1 :])
@@ -72,13 +72,12 @@ def with_operands(
         moved: dict[int, int] = {}
         for node in inner.nodes:
             if node.outputs and node.outputs[0] in readers:
-                read = dict.fromkeys(a for a in map(number_of, node.inputs))
+                read = dict.fromkeys(map(number_of, node.inputs))
                 for value in (a for a in read if a in values and a not in moved):
                     moved[value] = len(inner.avals) + len(moved)
-                    made = moved[value]
-                    nodes.append(
-                        _constraint(inner, node, value, made, value, constrain)
-                    )
+                    aval = inner.avals[value]
+                    ends = value, moved[value]
+                    nodes.append(_constraint(node, aval, *ends, constrain))
                 inputs = (moved.get(number_of(a), a) for a in node.inputs)
                 node = replace(node, inputs=tuple(inputs))
             nodes.append(node)
@@ -88,16 +87,15 @@ def with_operands(
 
 
 def _constraint(
-    program: Program,
     near: Node,
+    aval: Any,
     source: int,
     result: int,
-    like: int,
     constrain: Callable[[Any], Any],
 ) -> Node:
     """The node that constrains a value, in the pass of another node."""
     return Node(
-        eqn=compat.traced_equation(constrain, near.eqn, [program.avals[like]]),
+        eqn=compat.traced_equation(constrain, near.eqn, [aval]),
         inputs=(source,),
         outputs=(result,),
         kind="constrain",

@@ -127,7 +127,8 @@ def plan_jaxpr(
     fixed = [*required, *free]
     planner = Planner(program, inputs, fixed, axes, small, control, facts)
     if facts is None:
-        return PlannedJaxpr(*planner.plan(frozenset()), StationaryChoice())
+        made = planner.plan(frozenset(), observe=observe)
+        return PlannedJaxpr(*made, StationaryChoice())
     start = planner
     planner, made, choice = start.choose()
     generated = choose_generated(
