@@ -10,7 +10,7 @@ GAN have no batch: each device would work on all of these rows.
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from shardfn._core import compat
@@ -28,6 +28,7 @@ from shardfn._core.program import Node, Program, number_of
 from shardfn._core.sharding import Axes, Split
 from shardfn._core.shown_limits import SHOWN_LEAVES
 from shardfn._lowering.constrained_values import NodePath, with_result
+from shardfn._lowering.replanning import Replanning
 from shardfn._lowering.sent_bytes import Made, Sent, sent
 from shardfn.analysis._replicated import work_of
 from shardfn.analysis._text import size_text
@@ -69,20 +70,16 @@ class GeneratedChoice:
         )
 
 
-def choose_generated(
-    program: Program, made: Made, axes: Axes, plan: Callable[[Program], Made]
-) -> GeneratedChoice:
+def choose_generated(now: Replanning) -> GeneratedChoice:
     """The program with rows split that it makes by itself, if that is worth it.
 
     Args:
-      program: the program as it is planned.
-      made: the program and its plan so far.
-      axes: the mesh axes.
-      plan: plans another program in the same way.
+      now: the program and its plan so far.
 
     Returns:
       What was found.
     """
+    program, made, axes, plan = now.program, now.made, now.axes, now.plan
     first = best = _Tried(program, made, axes)
     places: list[str] = []
     passed: set[NodePath] = set()

@@ -6,7 +6,7 @@ device: elements and scales of int8, NF4 or float8; and thin factors of a matrix
 is cast to fewer bits is cast before it is gathered, as by default.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from shardfn._core.constraint import replicate
@@ -15,10 +15,11 @@ from shardfn._core.errors import listed, where
 from shardfn._core.limits import NARROW_SHARE, REPEATED_FLOPS
 from shardfn._core.plan import Apply, BodyPlan
 from shardfn._core.program import Node, Program
-from shardfn._core.sharding import Axes, Sharding, Split
+from shardfn._core.sharding import Sharding, Split
 from shardfn._core.shown_limits import SHOWN_LEAVES
 from shardfn._core.sizes import nbytes
 from shardfn._lowering.constrained_values import BodyPath, with_operands
+from shardfn._lowering.replanning import Replanning
 from shardfn._lowering.sent_bytes import Made, Sent, sent
 from shardfn.analysis._text import size_text
 
@@ -74,20 +75,16 @@ class _Cut:
         return self.flops <= (size - self.size) * REPEATED_FLOPS
 
 
-def choose_narrow_gathers(
-    program: Program, made: Made, axes: Axes, plan: Callable[[Program], Made]
-) -> tuple[Made, NarrowChoice]:
+def choose_narrow_gathers(now: Replanning) -> tuple[Made, NarrowChoice]:
     """The plan with narrow values gathered, if that is worth it.
 
     Args:
-      program: the program as it is planned.
-      made: the program and its plan so far.
-      axes: the mesh axes.
-      plan: plans another program in the same way.
+      now: the program and its plan so far.
 
     Returns:
       The plan, and what was found.
     """
+    program, made, axes, plan = now.program, now.made, now.axes, now.plan
     changed, places = program, dict[str, None]()
     for body, cut, place in _found(*made, ()):
         changed = with_operands(changed, body, cut.values, cut.nodes, replicate)

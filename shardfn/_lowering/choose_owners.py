@@ -9,7 +9,7 @@ leaves are stored.
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shardfn._core.constraint import split_of_state
@@ -23,6 +23,7 @@ from shardfn._core.shown_limits import SHOWN_LEAVES
 from shardfn._core.sizes import nbytes
 from shardfn._lowering.constrained_values import with_operands
 from shardfn._lowering.live_bytes import live_bytes
+from shardfn._lowering.replanning import Replanning
 from shardfn._lowering.sent_bytes import Made, Sent, sent
 from shardfn.analysis._replicated import work_of
 from shardfn.analysis._text import size_text
@@ -79,20 +80,16 @@ class OwnersChoice:
         return tuple(lines)
 
 
-def choose_owners(
-    program: Program, made: Made, axes: Axes, plan: Callable[[Program], Made]
-) -> tuple[Made, OwnersChoice]:
+def choose_owners(now: Replanning) -> tuple[Made, OwnersChoice]:
     """The plan with updates of whole matrices divided, if that is worth it.
 
     Args:
-      program: the program as it is planned.
-      made: the program and its plan so far.
-      axes: the mesh axes.
-      plan: plans another program in the same way.
+      now: the program and its plan so far.
 
     Returns:
       The plan, and what was found.
     """
+    program, made, axes, plan = now.program, now.made, now.axes, now.plan
     count = axes.sizes[axes.stored]
     found = list(_moving(*made, axes)) if count > 1 else []
     before = sent(*made, axes) if found else Sent()

@@ -24,6 +24,7 @@ from shardfn._lowering.choose_narrow_gathers import (
 )
 from shardfn._lowering.choose_owners import OwnersChoice, choose_owners
 from shardfn._lowering.choose_stationary import StationaryChoice, choose_stationary
+from shardfn._lowering.replanning import Replanning
 from shardfn._lowering.sent_bytes import Made, sent, uses_of
 from shardfn._propagation.automatic_axes import split_automatically
 from shardfn._propagation.exchange_rows import has_exchanges
@@ -131,12 +132,12 @@ def plan_jaxpr(
         return PlannedJaxpr(*made, StationaryChoice())
     start = planner
     planner, made, choice = start.choose()
-    generated = choose_generated(
-        planner.program,
-        made,
-        axes,
-        lambda program: replace(start, program=program).gathering()[1],
-    )
+
+    def gathering(program: Program) -> Made:
+        return replace(start, program=program).gathering()[1]
+
+    now = Replanning(planner.program, made, axes, gathering)
+    generated = choose_generated(now)
     if generated.program is not None:
         start = replace(start, program=generated.program, narrow=planner.narrow)
         planner, made, choice = start.choose()
@@ -145,7 +146,8 @@ def plan_jaxpr(
         other = replace(planner, program=program)
         return other.plan(choice.all, choice.whole)
 
-    made, owners = choose_owners(planner.program, made, axes, plan)
+    now = Replanning(planner.program, made, axes, plan)
+    made, owners = choose_owners(now)
     if observe is not unobserved:
         planner = replace(planner, program=owners.program or planner.program)
         made = planner.plan(choice.all, choice.whole, observe)
@@ -188,7 +190,8 @@ class Planner:
         """The plan that sends least, of those that gather all leaves: these or what
         they are made of, in loops or in front of them; and what plans so."""
         planner, made = self, self.plan(frozenset())
-        made, narrow = choose_narrow_gathers(self.program, made, self.axes, self.of)
+        now = Replanning(self.program, made, self.axes, self.of)
+        made, narrow = choose_narrow_gathers(now)
         if narrow.program is not None:
             planner = replace(self, program=narrow.program, narrow=narrow)
         made, loops = choose_loops(

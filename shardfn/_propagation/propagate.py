@@ -24,9 +24,10 @@ from shardfn._propagation.backward import BackwardResult, Memo, propagate_backwa
 from shardfn._propagation.decide_node import Decider
 from shardfn._propagation.decision import Decision
 from shardfn._propagation.flow_site import Solved
+from shardfn._propagation.free_values import free_values
 from shardfn._propagation.insert_reshards import plan_steps
 from shardfn._propagation.preferences import Preferences, reduced
-from shardfn._propagation.stationary import free_values, is_stationary, least_sources
+from shardfn._propagation.stationary import is_stationary, least_sources
 
 GREW = Note(
     "propagate",
