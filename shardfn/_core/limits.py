@@ -203,6 +203,10 @@ LIKE_STATE_DEPTH = 8
 """How deep in a state a tree may lie that another argument is like, as parameters do in
 the moments of a chain of optimizers."""
 
+PADDED_FEATURES = 0.125
+"""The most zeros that features of rows get, as a part of them, for devices to divide
+them and exchange rows: they are sent even where the rows are gathered."""
+
 REACHED_OBJECTS = 20_000
 """Objects reached from a step in search of an axis name; a step that reaches more is
 taken to name any."""

@@ -152,7 +152,7 @@ class OpSite(SplittableFactors):
         and of rows as they came in before others, or None."""
         stored_factors: dict[str, int] = {}
         batch: dict[str, int] = {}
-        came, regroups = set[str](), False
+        came, regrouped = set[str](), set[str]()
         can_part = functools.cache(functools.partial(self.can_part, axis))
         for i, state in enumerate(self.states):
             split = state[axis]
@@ -169,10 +169,11 @@ class OpSite(SplittableFactors):
             run = self.run_factor(axis, i, split) or self.joined_factor(axis, i, split)
             if run is not None:
                 batch[run] = batch.get(run, 0) + nbytes(self.operand_avals[i])
-                regroups = True
+                regrouped |= self.laid_out_with(run)
         preferred, open_to_split = self.preferred(axis, can_part)
-        if regroups and not came:  # it moves anyway: to rows as they came in, if it can
-            back = [f for f, s in preferred.items() if s.origin == (False, False)]
+        if regrouped and not came:  # it moves anyway: to rows as they came in
+            rows = [(f, s.origin) for f, s in preferred.items() if f in regrouped]
+            back = [f for f, origin in rows if origin == (False, False)]
             if back:
                 return back[0], preferred[back[0]]
         if batch:

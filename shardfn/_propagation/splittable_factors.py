@@ -198,6 +198,17 @@ class SplittableFactors:
         preferred = preferences[axis] != frozenset({None})
         return factors[0] if joins and divides and preferred else None
 
+    def laid_out_with(self, factor: str) -> set[str]:
+        """The factors that share dimensions with this one, as rows and their parts do
+        where they are laid out anew; not those of features."""
+        dims = [dim for dims, _, _ in self.sides() for dim in dims]
+        found, more = {factor}, True
+        while more:
+            near = {f for dim in dims if not found.isdisjoint(dim) for f in dim}
+            more = not near <= found
+            found |= near
+        return found
+
     def may_regroup(self, i: int, split: Split) -> bool:
         """Whether the op may run on blocks of runs of operand `i`."""
         if not self.rule.regroups or split.stored or split.dim < 0:

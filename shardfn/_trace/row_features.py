@@ -1,8 +1,9 @@
-"""Rows with several dimensions of features, none of which the devices divide.
+"""Rows with dimensions of features that the devices do not divide.
 
 In: an equation that takes rows of the batch in another order, such as images that are
 mixed with others. Out: the same on rows with one dimension of features, if devices
-divide that: they can then exchange rows for parts of all rows (`exchange_rows`).
+divide that, or few zeros make it so: they can then exchange rows for parts of all rows
+(`exchange_rows`).
 """
 
 import math
@@ -10,11 +11,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
 from shardfn._core import compat
+from shardfn._core.limits import PADDED_FEATURES
 from shardfn._core.program import Atom
 from shardfn._trace.row_shifts import shaped
 
@@ -25,11 +28,11 @@ SCATTERS = ("scatter", "scatter-add")
 
 
 def orders_rows(eqn: JaxprEqn) -> bool:
-    """Whether an equation takes rows with several dimensions of features in another
-    order: by their numbers, or the last one first; or puts them back, or adds them."""
+    """Whether an equation takes rows with features in another order: by their numbers,
+    or the last one first; or puts them back, or adds them."""
     name = eqn.primitive.name
     features = getattr(eqn.invars[0].aval, "shape", ())[1:] if eqn.invars else ()
-    if not features[1:]:
+    if not features:
         return False
     if name == "rev":
         return eqn.params["dimensions"] == (0,)
@@ -74,7 +77,7 @@ def with_one_dimension(
 
     Returns:
       The jaxpr and its operands; None if the equation orders no rows, or devices divide
-      one of several dimensions, or not all together.
+      one of their dimensions, or too many zeros would be needed for all together.
     """
     if not orders_rows(eqn) or devices < 2:
         return None
@@ -83,18 +86,26 @@ def with_one_dimension(
     given, made = [shaped(v) for v in eqn.invars], shaped(eqn.outvars[0])
     features = given[0].shape[1:]
     count = math.prod(features)
-    divides = not any(n % devices == 0 for n in features) and count % devices == 0
-    if not divides or not isinstance(made.dtype, np.dtype):
+    padded = -(-count // devices) * devices
+    # Scatters may be the gradients of tables, which are no rows of the batch.
+    most = count if eqn.primitive.name in SCATTERS else (1 + PADDED_FEATURES) * count
+    if any(n % devices == 0 for n in features) or not 0 < padded <= most:
+        return None
+    if not isinstance(made.dtype, np.dtype):
         return None
 
     def flat(x: jax.Array) -> jax.Array:
-        return lax.reshape(x, (*x.shape[: -len(features)], count))
+        x = lax.reshape(x, (*x.shape[: -len(features)], count))
+        if padded == count:
+            return x
+        zeros = jnp.zeros((*x.shape[:-1], padded - count), x.dtype)
+        return lax.concatenate([x, zeros], x.ndim - 1)
 
     def run(*arrays: jax.Array) -> jax.Array:
         x, *others = arrays
         params = dict(eqn.params)
         if eqn.primitive.name == "gather":
-            params["slice_sizes"] = (1, count)
+            params["slice_sizes"] = (1, padded)
             params["dimension_numbers"] = lax.GatherDimensionNumbers(
                 offset_dims=(len(made.shape) - len(features),),
                 collapsed_slice_dims=(0,),
@@ -107,7 +118,10 @@ def with_one_dimension(
                 inserted_window_dims=(0,),
                 scatter_dims_to_operand_dims=(0,),
             )
-        return lax.reshape(eqn.primitive.bind(flat(x), *others, **params), made.shape)
+        out = eqn.primitive.bind(flat(x), *others, **params)
+        if padded != count:
+            out = lax.slice_in_dim(out, 0, count, axis=out.ndim - 1)
+        return lax.reshape(out, made.shape)
 
     with compat.as_user_code(eqn):
         return jax.make_jaxpr(run)(*given), tuple(operands)

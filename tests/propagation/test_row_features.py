@@ -15,6 +15,8 @@ from plan_helpers import GATHERS, assert_steps_alike, cpu_mesh
 import shardfn
 
 ROWS, FEATURES = 24, (4, 6, 5)
+PADDED = [(7, 9), (9, 17), (30,)]
+"""Features that 8 devices do not divide, even all together."""
 ORDER = np.random.default_rng(3).permutation(ROWS)
 
 
@@ -44,7 +46,9 @@ Mix = Callable[[jax.Array, jax.Array], jax.Array]
 MIXES: list[Mix] = [mixed, of_known_order, turned, pairs, with_gradient]
 
 
-def sharded(mix: Mix, *sizes: int) -> tuple[Any, ...]:
+def sharded(
+    mix: Mix, *sizes: int, features: tuple[int, ...] = FEATURES
+) -> tuple[Any, ...]:
     def train_step(p: Any, batch: Any) -> Any:
         def loss_fn(p: Any) -> jax.Array:
             x = mix(batch["x"] * p["gain"], batch["order"])
@@ -57,9 +61,9 @@ def sharded(mix: Mix, *sizes: int) -> tuple[Any, ...]:
     options = GATHERS | {"axis": axis, "min_size": 8}
     step = shardfn.fully_shard(train_step, cpu_mesh(*sizes), **options)
     rng = np.random.default_rng(0)
-    p = {"gain": jnp.float32(1.5), "w": rng.normal(size=(120, 9)) / 9}
+    p = {"gain": jnp.float32(1.5), "w": rng.normal(size=(math.prod(features), 9)) / 9}
     batch = {
-        "x": jnp.asarray(rng.normal(size=(ROWS, *FEATURES)), jnp.float32),
+        "x": jnp.asarray(rng.normal(size=(ROWS, *features)), jnp.float32),
         "order": jnp.asarray(rng.permutation(ROWS), jnp.int32),
     }
     p = jax.tree.map(lambda w: jnp.asarray(w, jnp.float32), p)
@@ -87,3 +91,24 @@ def test_rows_are_exchanged(mix: Mix, bytes_alone: None) -> None:
     lines = step.plan(p, batch).collectives
     images = {c.op for c in lines if c.shape and math.prod(c.shape) % (ROWS * 120) == 0}
     assert images == {"all_to_all"}
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("features", PADDED, ids=str)
+def test_features_are_padded(mix: Mix, features: Any, bytes_alone: None) -> None:
+    train_step, step, p, batch = sharded(mix, 8, features=features)
+    assert_steps_alike(train_step, step, p, batch)
+    wide = ROWS * -(-math.prod(features) // 8) * 8
+    lines = step.plan(p, batch).collectives
+    images = {c.op for c in lines if c.shape and math.prod(c.shape) % wide == 0}
+    assert images == {"all_to_all"}
+
+
+def test_features_are_not_padded_far(bytes_alone: None) -> None:
+    """Zeros would be sent even where rows are gathered (limits.PADDED_FEATURES)."""
+    train_step, step, p, batch = sharded(mixed, 8, features=(5, 7))
+    assert_steps_alike(train_step, step, p, batch)
+    lines = step.plan(p, batch).collectives
+    forward = [c for c in lines if c.phase == "forward"]
+    images = {(c.op, c.shape) for c in forward if math.prod(c.shape) >= ROWS * 35}
+    assert images == {("all_gather", (ROWS, 5, 7))}
