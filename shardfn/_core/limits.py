@@ -136,9 +136,9 @@ behind them first: each trial plans the step once more."""
 
 REPEATED_FLOPS = 16384
 """FLOPs that a device computes while it sends a byte, where rows that a step makes
-by itself are split or not. An H100 that keeps 60% of its 989 TFLOP/s computes 12,000
-while it sends one at 50 GB/s, a v5p about 2,000; with more, it has to be faster on
-both."""
+by itself are split or not, and products of terms made whole or in parts. An H100 that
+keeps 60% of its 989 TFLOP/s computes 12,000 while it sends one at 50 GB/s, a v5p about
+2,000; with more, it has to be faster on both."""
 
 # What is quantized on the wire
 

@@ -11,10 +11,11 @@ the others (`least_moved`).
 """
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from shardfn._core.limits import GROWTH
+from shardfn._core.limits import GROWTH, REPEATED_FLOPS
 from shardfn._core.program import VALUE, ZERO
 from shardfn._core.reasons import Note
 from shardfn._core.sharding import (
@@ -75,7 +76,7 @@ class OpSite(SplittableFactors):
             return None
         others = [i for i in range(len(self.states)) if i not in terms]
         if any(self.states[i][axis] is not None for i in others):
-            if not self.selects_less(axis, terms):
+            if not (self.selects_less(axis, terms) or self.reads_less(axis, terms)):
                 return None
         for group in self.rule.linear:
             if terms <= group and all(map(self.may_be_term, group - terms)):
@@ -95,6 +96,26 @@ class OpSite(SplittableFactors):
         return self.rule.picks and sum(where) + selected < sum(
             nbytes(self.operand_avals[i]) for i in terms
         )
+
+    def reads_less(self, axis: int, terms: set[int]) -> bool:
+        """Whether less moves, and takes less time, if a product of terms is summed and
+        its other factor, a stored one, is gathered, than if the terms are: of a
+        weight's gradient those of the thin factors that were added to it."""
+        others = [i for i in range(len(self.states)) if i not in terms]
+        splits = [self.states[i][axis] for i in others]
+        is_product = self.rule.reduce and not self.rule.picks and not self.rule.terms
+        if not is_product or not all(isinstance(s, Split) and s.stored for s in splits):
+            return False
+        if meets_stationary(axis, self.states, self.preferences):
+            return False
+        sizes = (
+            [nbytes(self.operand_avals[i]) for i in given] for given in (terms, others)
+        )
+        summed, gathered = map(sum, sizes)
+        # Without it each device makes a part of the product.
+        flops = 2 * math.prod(size for _, size in self.rule.sizes)
+        sent = gathered + sum(map(nbytes, self.result_avals))
+        return sent + flops / REPEATED_FLOPS < summed
 
     def may_be_term(self, i: int) -> bool:
         """Whether a replicated operand costs little as one term of a sum."""
