@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from shardfn._core.constraint import replicate
 from shardfn._core.equation_flops import flops_of
 from shardfn._core.errors import listed, where
-from shardfn._core.limits import NARROW_SHARE, REPEATED_FLOPS
+from shardfn._core.limits import LOOP_LIVE, NARROW_SHARE, REPEATED_FLOPS
 from shardfn._core.plan import Apply, BodyPlan
 from shardfn._core.program import Node, Program
 from shardfn._core.sharding import Sharding, Split
 from shardfn._core.shown_limits import SHOWN_LEAVES
 from shardfn._core.sizes import nbytes
 from shardfn._lowering.constrained_values import BodyPath, with_operands
+from shardfn._lowering.live_bytes import live_bytes
 from shardfn._lowering.replanning import Replanning
 from shardfn._lowering.sent_bytes import Made, Sent, sent
 from shardfn.analysis._text import size_text
@@ -93,7 +94,9 @@ def choose_narrow_gathers(now: Replanning) -> tuple[Made, NarrowChoice]:
         return made, NarrowChoice()
     tried = plan(changed)
     before, after = sent(*made, axes), sent(*tried, axes)
-    if after.price >= before.price:
+    # Weights that are made on every device may wait there for a backward pass.
+    more = live_bytes(*tried, axes) - live_bytes(*made, axes)
+    if after.price >= before.price or more > LOOP_LIVE:
         return made, NarrowChoice()
     return tried, NarrowChoice(changed, tuple(places), before, after)
 
@@ -127,6 +130,7 @@ class _Cuts:
       makers: by value, the operation that makes it.
       env: by value, its sharding as it is made.
       known: by value, its cut.
+      ahead: the values whose cuts are not known yet.
     """
 
     program: Program
@@ -134,6 +138,7 @@ class _Cuts:
     makers: dict[int, Apply] = field(init=False)
     env: dict[int, Sharding] = field(init=False)
     known: dict[int, _Cut] = field(default_factory=dict)
+    ahead: Iterator[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.makers = {
@@ -142,6 +147,7 @@ class _Cuts:
             if isinstance(step, Apply)
             for value in self.program.nodes[step.node].outputs
         }
+        self.ahead = iter(self.makers)
         self.env = dict(zip(self.program.inputs, self.plan.inputs, strict=True))
         for step in self.makers.values():
             made = self.program.nodes[step.node].outputs, step.result_shardings
@@ -150,12 +156,21 @@ class _Cuts:
     def of(self, value: int) -> _Cut:
         """The least cut of a value that is stored in parts; of equal ones that which is
         nearest to the leaves, as they may be made into other values, too."""
-        if value not in self.known:
-            own = _Cut(nbytes(self.program.avals[value]), frozenset({value}))
-            made_of = self.made_of(value)
-            better = made_of is not None and made_of.is_worth(own.size)
-            self.known[value] = made_of if made_of and better else own
+        if value not in self.makers:
+            return self.own(value)
+        while value not in self.known:  # in order: what it is made of comes first
+            self.find(next(self.ahead))
         return self.known[value]
+
+    def own(self, value: int) -> _Cut:
+        """That of the value itself."""
+        return _Cut(nbytes(self.program.avals[value]), frozenset({value}))
+
+    def find(self, value: int) -> None:
+        """Finds the least cut of a value, those of its operands being known."""
+        own, made_of = self.own(value), self.made_of(value)
+        better = made_of is not None and made_of.is_worth(own.size)
+        self.known[value] = made_of if made_of and better else own
 
     def made_of(self, value: int) -> _Cut | None:
         """The least cut of what an operation makes a value of; None if it should run on

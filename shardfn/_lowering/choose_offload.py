@@ -17,11 +17,12 @@ from shardfn._core.offloading import (
     OffloadGroup,
 )
 from shardfn._core.phases import UPDATE, Pass
-from shardfn._core.plan import Apply, Step, reads
+from shardfn._core.plan import Apply, BodyPlan, Step, reads
 from shardfn._core.program import Node, Program, number_of
+from shardfn._core.sharding import Axes
 from shardfn._core.sizes import local_bytes
-from shardfn._lowering.plan_jaxpr import with_host_leaves
 from shardfn._lowering.planned_program import Planned
+from shardfn._schedule.host_transfers import host_transfers
 from shardfn._schedule.peak_bytes import Heap, peak_bytes
 
 Bytes = Mapping[int, int]
@@ -55,7 +56,7 @@ def choose_offload(
     plain = replace(planned.body, host=None)
 
     def taken(on_host: frozenset[int]) -> int:
-        body = with_host_leaves(program, plain, on_host | planned.body.on_host, axes)
+        body = _with_host_leaves(program, plain, on_host | planned.body.on_host, axes)
         return peak_bytes(program, body, axes, heap) + correction
 
     without = taken(frozenset())
@@ -85,6 +86,14 @@ def choose_offload(
         correction,
         heap.holes,
     )
+
+
+def _with_host_leaves(
+    program: Program, body: BodyPlan, leaves: frozenset[int], axes: Axes
+) -> BodyPlan:
+    """A plan with these arguments in the host's memory, and the copies of them."""
+    body = replace(body, on_host=leaves, to_host=leaves, host=None)
+    return host_transfers(program, body, axes)
 
 
 def _enough(

@@ -30,7 +30,6 @@ from shardfn._propagation.automatic_axes import split_automatically
 from shardfn._propagation.exchange_rows import has_exchanges
 from shardfn._propagation.propagate import Known, propagate
 from shardfn._propagation.stationary import can_stay, is_padded, stationary
-from shardfn._schedule.host_transfers import host_transfers
 from shardfn._schedule.pipeline import schedule
 from shardfn._schedule.widen_reductions import widen
 from shardfn._trace.jaxpr_to_program import make_program
@@ -179,19 +178,29 @@ class Planner:
     known: dict[tuple[Program, bool, bool, int], Known] = field(default_factory=dict)
 
     def choose(self) -> tuple["Planner", Made, StationaryChoice]:
-        """The plan that sends least, of those with leaves staying that may; and what
-        plans so."""
-        planner, made = self.gathering()
+        """The plan that sends least, with leaves that stay; and what plans so."""
+        first = self.staying(*self.gathering())
+        if first[0].narrow.program is None:
+            return first
+        other = self.staying(*self.gathering(narrowly=False))  # others may stay
+        prices = [sent(*each[1], self.axes).price for each in (other, first)]
+        return other if self.asked(True) or prices[0] < prices[1] else first
+
+    def staying(
+        self, planner: "Planner", made: Made
+    ) -> tuple["Planner", Made, StationaryChoice]:
+        """The same, from one plan that gathers all leaves."""
         asked, may = self.asked(True), self.asked("auto")
         made, choice = choose_stationary(made, asked, may, self.axes, planner.plan)
         return planner, made, replace(choice, unable=self.unable(made, asked))
 
-    def gathering(self) -> tuple["Planner", Made]:
-        """The plan that sends least, of those that gather all leaves: these or what
-        they are made of, in loops or in front of them; and what plans so."""
-        planner, made = self, self.plan(frozenset())
-        now = Replanning(self.program, made, self.axes, self.of)
-        made, narrow = choose_narrow_gathers(now)
+    def gathering(self, narrowly: bool = True) -> tuple["Planner", Made]:
+        """The same of those that gather all leaves: these or what they are made of, in
+        loops or in front of them."""
+        planner, made, narrow = self, self.plan(frozenset()), NarrowChoice()
+        if narrowly:
+            now = Replanning(self.program, made, self.axes, self.of)
+            made, narrow = choose_narrow_gathers(now)
         if narrow.program is not None:
             planner = replace(self, program=narrow.program, narrow=narrow)
         made, loops = choose_loops(
@@ -294,14 +303,6 @@ class Planner:
                 if i < len(required) and required[i] == sharding:
                     required[i] = inputs[i]
         return inputs, required
-
-
-def with_host_leaves(
-    program: Program, body: BodyPlan, leaves: frozenset[int], axes: Axes
-) -> BodyPlan:
-    """A plan with these arguments in the host's memory, and the copies of them."""
-    body = replace(body, on_host=leaves, to_host=leaves, host=None)
-    return host_transfers(program, body, axes)
 
 
 def _without_padding(

@@ -165,3 +165,58 @@ def test_thin_factors_that_are_added_to_a_weight_are_gathered() -> None:
     floats = {(name, "float32") for name in ("base/s", "lora/a", "lora/b")}
     assert gathers == {("base/q", "int8"), *floats}
     assert_parity(step, cpu_mesh(8), state, x, **OPTIONS)
+
+
+def evaluate(base: Any, x: jax.Array) -> jax.Array:
+    def layer(x: jax.Array, base: Any) -> Any:
+        return x + jnp.tanh(x @ rows(base["q"], base["s"])), None
+
+    return jnp.square(lax.scan(layer, x, base)[0]).mean()
+
+
+@pytest.mark.parametrize("stationary", ["auto", True])
+def test_they_stay_where_that_sends_less_or_is_asked(stationary: Any) -> None:
+    """Eight rows of 2048 numbers are less than a matrix of as many rows."""
+    wide = 2048
+    base = {
+        "q": jax.ShapeDtypeStruct((LAYERS, wide, wide), jnp.int8),
+        "s": jax.ShapeDtypeStruct((LAYERS, 1, wide), jnp.float32),
+    }
+    x = jax.ShapeDtypeStruct((8, wide), jnp.float32)
+    sent = {}
+    for asked in (stationary, False):
+        step = shardfn.fully_shard(evaluate, cpu_mesh(8), stationary=asked)
+        plan = step.plan(base, x)
+        sent[asked] = plan.wire_bytes
+        narrow = any(n.startswith("gathered before it becomes") for n in plan.notes)
+        assert narrow == (asked is False)
+    assert sent[stationary] < sent[False] / 10
+
+
+def test_they_are_not_where_every_layer_would_wait_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without rematerialization, for the backward pass (limits.LOOP_LIVE)."""
+    make, base = CASES["int8 blocks"]
+    state, x = arguments(base)
+    at = "shardfn._lowering.choose_narrow_gathers.LOOP_LIVE"
+    monkeypatch.setattr(at, WIDE * WIDE)
+    for remat in (False, True):
+        step = shardfn.fully_shard(adapted(make, remat), cpu_mesh(8), **OPTIONS)
+        notes = step.plan(state, x).notes
+        assert any(n.startswith("gathered before") for n in notes) == remat
+
+
+def test_weights_may_be_made_by_any_number_of_operations() -> None:
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        for _ in range(600):
+            w = jnp.sin(w)
+        return jnp.mean(x @ w)
+
+    def step(w: jax.Array, x: jax.Array) -> Any:
+        return w - 0.1 * jax.grad(loss)(w, x), x.mean()
+
+    plan = shardfn.fully_shard(step, cpu_mesh(8), **OPTIONS).plan(
+        jnp.ones((WIDE, WIDE)), jnp.ones((ROWS, WIDE))
+    )
+    assert plan.collectives
