@@ -107,18 +107,32 @@ class AllToAll(Move):
     trips = 1
 
     def fits(self, shape: Sequence[int], axes: Axes) -> bool:
-        """Both dimensions have to be divided, and the first by these axes alone."""
+        """Both dimensions have to be divided, the first by these axes alone. Along one
+        axis, which then splits a dimension alone, blocks may be padded."""
         state, goal = self.state, self.goal
         assert isinstance(state, Split) and isinstance(goal, Split)
         if min(state.dim, goal.dim) < 0:
             return False
         if axes_of(self.before, state.dim) != self.over:
             return False
-        count, whole = self.devices(shape, axes), self.before
+        count, size = self.devices(shape, axes), self.taken(shape, axes)
+        alone = len(self.over) == 1
+        pads = alone and size == shape[goal.dim]
+        return (alone or shape[state.dim] % count == 0) and (pads or size % count == 0)
+
+    def taken(self, shape: Sequence[int], axes: Axes) -> int:
+        """What a device has of the dimension that is to be split."""
+        assert isinstance(self.goal, Split)
+        whole = self.before
         for axis in self.over:
             whole = on_axis(whole, axis, None)
-        local = local_shape(shape, whole, axes)
-        return shape[state.dim] % count == 0 and local[goal.dim] % count == 0
+        return local_shape(shape, whole, axes)[self.goal.dim]
+
+    def elements(self, shape: Sequence[int], axes: Axes) -> int:
+        """Of a block whose parts are padded to be alike."""
+        count, size = self.devices(shape, axes), self.taken(shape, axes)
+        block = math.prod(local_shape(shape, self.before, axes))
+        return block // max(size, 1) * -(-size // count) * count
 
     def devices(self, shape: Sequence[int], axes: Axes) -> int:
         return math.prod(along(self.before, axis, axes) for axis in self.over)

@@ -43,7 +43,7 @@ def can_split(
     size, count = shape[split.dim], axes.sizes[axis]
     if size and size % (parts * count) == 0:
         return True
-    return split.stored and parts == 1 and size >= count
+    return split.stored and parts == 1 and size > 0
 
 
 def reshard_path(

@@ -8,16 +8,22 @@ leaves are stored.
 """
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shardfn._core.constraint import split_of_state
 from shardfn._core.errors import listed, where
-from shardfn._core.limits import STATIONARY_BYTES, STATIONARY_LIVE, STATIONARY_SHARE
+from shardfn._core.limits import (
+    REPEATED_FLOPS,
+    STATIONARY_BYTES,
+    STATIONARY_LIVE,
+    STATIONARY_SHARE,
+)
 from shardfn._core.phases import UPDATE
 from shardfn._core.plan import BodyPlan, Reshard, communicating_moves
-from shardfn._core.program import Node, Program
+from shardfn._core.program import Node, Program, number_of
 from shardfn._core.sharding import Axes
 from shardfn._core.shown_limits import SHOWN_LEAVES
 from shardfn._core.sizes import nbytes
@@ -39,7 +45,7 @@ class OwnersChoice:
       before: what each device sends per step if they are not.
       after: what it sends if they are; nothing if that was not planned.
       work: FLOPs of one device per step before, and after.
-      few: shapes of stacks with fewer matrices than devices.
+      lone: shapes of stacks of one matrix.
       uneven: numbers of layers that devices do not divide.
       count: devices.
     """
@@ -49,7 +55,7 @@ class OwnersChoice:
     before: Sent = Sent()
     after: Sent = Sent()
     work: tuple[int, int] = (0, 0)
-    few: tuple[tuple[int, ...], ...] = ()
+    lone: tuple[tuple[int, ...], ...] = ()
     uneven: tuple[int, ...] = ()
     count: int = 1
 
@@ -65,17 +71,17 @@ class OwnersChoice:
                 f"{after} sent per step, in {self.after.collectives} collectives, "
                 f"instead of {before} in {self.before.collectives}, and {work}"
             )
-        if self.uneven:
-            layers = " or ".join(map(str, self.uneven))
+        for layers in self.uneven:
+            most = math.ceil(layers / self.count)
             lines.append(
-                f"{self.count} devices do not divide {layers} layers, which are "
-                "gathered for their owners: a number that they divide is exchanged"
+                f"{self.count} devices do not divide {layers} layers: "
+                f"{layers // most} of them own {most} each, the others what is left"
             )
-        if self.few:
-            shapes = listed(["x".join(map(str, s)) for s in self.few], SHOWN_LEAVES)
+        if self.lone:
+            shapes = listed(["x".join(map(str, s)) for s in self.lone], SHOWN_LEAVES)
             lines.append(
-                f"not by owners: {shapes}: fewer matrices than devices; a stack of "
-                "more layers in one leaf can be divided"
+                f"not by owners: {shapes}: one matrix each; a stack of layers in one "
+                "leaf can be divided"
             )
         return tuple(lines)
 
@@ -98,40 +104,44 @@ def choose_owners(now: Replanning) -> tuple[Made, OwnersChoice]:
         return made, OwnersChoice()
     nodes = {node.outputs: node for node in program.nodes}
     stacks: dict[tuple[int, ...], list[int]] = {}
-    few: dict[tuple[int, ...], None] = {}
+    lone: dict[tuple[int, ...], None] = {}
     for node, size in found:
         same = nodes.get(node.outputs)
-        values = _stacks(program, same) if same is not None else []
+        values = []
+        if same is not None and _is_whole(same):
+            values = _stacks(program, same)
         least = sum(nbytes(program.avals[value]) for value in values) / count
         if same is None or not values or size <= least:
             continue
         shape = program.avals[values[0]].shape
-        if shape[0] < count:
-            few[shape] = None
+        if shape[0] == 1:
+            lone[shape] = None
         else:
             stacks[same.outputs] = values
     if not stacks:
-        return made, OwnersChoice(few=tuple(few))
-    divided = _divided(program, stacks, axes)
+        return made, OwnersChoice(lone=tuple(lone))
+    divided = _divided(program, stacks | _between(program, stacks), axes)
     tried = plan(divided)
     after = sent(*tried, axes)
     work = work_of(*made, axes).flops, work_of(*tried, axes).flops
     more = live_bytes(*tried, axes) - live_bytes(*made, axes)
-    saves = before.price - after.price >= worth and work[1] <= work[0]
-    if not saves or more > STATIONARY_LIVE:
-        return made, OwnersChoice(few=tuple(few))
+    saves = before.price - after.price + (work[0] - work[1]) / REPEATED_FLOPS
+    least = worth if more > 0 else STATIONARY_BYTES
+    if saves < least or more > STATIONARY_LIVE:
+        return made, OwnersChoice(lone=tuple(lone))
     places = tuple(dict.fromkeys(where(nodes[k].eqn) for k in stacks))
     heights = {program.avals[v].shape[0] for values in stacks.values() for v in values}
     uneven = tuple(sorted(h for h in heights if h % count))
     return tried, OwnersChoice(
-        divided, places, before, after, work, tuple(few), uneven, count
+        divided, places, before, after, work, tuple(lone), uneven, count
     )
 
 
 def _moving(
     program: Program, body: BodyPlan, axes: Axes
 ) -> Iterator[tuple[Node, float]]:
-    """The nodes of the update around or in which something is moved, and the bytes."""
+    """The nodes of the update around or in which something is moved, or which take a
+    matrix that every device has whole, and the bytes."""
     sizes: Counter[tuple[int, ...]] = Counter()
     nodes = {node.outputs: node for node in program.nodes}
     for step in body.steps:
@@ -145,6 +155,9 @@ def _moving(
             node = program.nodes[step.node]
             for inner in zip(node.bodies, step.bodies, strict=True):
                 sizes[node.outputs] += sent(*inner, axes, step.times or 1).bytes
+        elif _is_whole(node := program.nodes[step.node]) and not step.parts:
+            values = set(_stacks(program, node))
+            sizes[node.outputs] += sum(nbytes(program.avals[v]) for v in values)
     for outputs, size in sizes.items():
         if size and nodes[outputs].during.phase == UPDATE:
             yield nodes[outputs], size
@@ -164,7 +177,7 @@ def _stacks(program: Program, node: Node) -> list[int]:
         return []
     if node.bodies:
         return values
-    if node.rule is None or node.rule.flat:
+    if node.rule is None:
         return []
     sides = zip(node.inputs, node.rule.operands, strict=True)
     leading = {dims[0] for atom, dims in sides if atom in values}
@@ -172,6 +185,36 @@ def _stacks(program: Program, node: Node) -> list[int]:
     if len(leading) != 1 or len(min(leading)) != 1:
         return []
     return values if node.rule.is_splittable(min(leading)[0]) else []
+
+
+def _between(
+    program: Program, stacks: dict[tuple[int, ...], list[int]]
+) -> dict[tuple[int, ...], list[int]]:
+    """The nodes that take owned matrices on to other operations on whole matrices, with
+    their operands that are such stacks: the products of an iteration by hand, and what
+    is added between them."""
+    owned = {value for values in stacks.values() for value in values}
+    needed, found = set(owned), dict[tuple[int, ...], list[int]]()
+    for node in program.nodes:
+        if node.outputs in stacks:
+            owned.update(node.outputs)
+        elif any(number_of(a) in owned for a in node.inputs):
+            owned.update(node.outputs)
+            if values := _stacks(program, node):
+                found[node.outputs] = values
+                needed.update(values if _is_whole(node) else ())
+    for node in reversed(program.nodes):
+        leads = not needed.isdisjoint(node.outputs)
+        if leads and node.during.phase == UPDATE:
+            needed.update(a for a in node.inputs if isinstance(a, int))
+        elif node.outputs in found and not _is_whole(node):
+            del found[node.outputs]
+    return found
+
+
+def _is_whole(node: Node) -> bool:
+    """Whether an operation is more than one on each element."""
+    return node.rule is None or not node.rule.flat
 
 
 def _divided(

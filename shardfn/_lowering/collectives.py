@@ -38,6 +38,7 @@ from shardfn._lowering.move_lowerings import (
     dim_of,
     lowering,
     names_of,
+    to_exchange,
     to_scatter,
     varying,
 )
@@ -111,8 +112,10 @@ def _gather_terms(
 def _all_to_all(
     x: jax.Array, shape: Sequence[int], move: AllToAll, axes: Axes
 ) -> jax.Array:
-    name = names_of(move, axes)
-    return lax.all_to_all(x, name, dim_of(move.goal), dim_of(move.state), tiled=True)
+    name, dim = names_of(move, axes), dim_of(move.state)
+    x, split = to_exchange(x, shape, move, axes)
+    x = lax.all_to_all(x, name, split, dim, tiled=True)
+    return cut_to(x, dim, local_shape(shape, move.after, axes)[dim])
 
 
 @lowering(Regroup)

@@ -30,6 +30,7 @@ from shardfn._lowering.move_lowerings import (
     joined,
     names_of,
     parted,
+    to_exchange,
     to_scatter,
     varying,
 )
@@ -100,14 +101,16 @@ def _scatter_together(blocks: Sequence[Block], axes: Axes) -> list[jax.Array]:
 def _exchange_together(blocks: Sequence[Block], axes: Axes) -> list[jax.Array]:
     first = blocks[0].move
     name, n = names_of(first, axes), first.devices(blocks[0].shape, axes)
-    terms, sent = _in_parts([(b.x, dim_of(b.move.goal)) for b in blocks], n)
+    padded = [to_exchange(b.x, b.shape, b.move, axes) for b in blocks]
+    terms, sent = _in_parts(padded, n)
     came = lax.all_to_all(varying(terms, *name), name, 0, 0, tiled=True)
     made = []
     parts = parted(came, list(map(math.prod, sent)))
     for part, shape, b in zip(parts, sent, blocks, strict=True):
         dim = dim_of(b.move.state)
         x = jnp.moveaxis(part.reshape(n, *shape), 0, dim)
-        made.append(x.reshape(*shape[:dim], n * shape[dim], *shape[dim + 1 :]))
+        x = x.reshape(*shape[:dim], n * shape[dim], *shape[dim + 1 :])
+        made.append(cut_to(x, dim, local_shape(b.shape, b.move.after, axes)[dim]))
     return made
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardfn._core import compat
-from shardfn._core.moves import Move
+from shardfn._core.moves import AllToAll, Move
 from shardfn._core.sharding import (
     Axes,
     AxisSharding,
@@ -91,6 +91,15 @@ def to_scatter(
     local = local_shape(shape, move.after, axes)[dim]
     parts = along(move.after, move.axis, axes)
     return _pad_to(x.reshape(view), dim, local * parts), dim
+
+
+def to_exchange(
+    x: jax.Array, shape: Sequence[int], move: AllToAll, axes: Axes
+) -> tuple[jax.Array, int]:
+    """`x`, padded so that all parts that it is cut into are alike, and the dimension
+    along which it is."""
+    dim, n = dim_of(move.goal), move.devices(shape, axes)
+    return _pad_to(x, dim, -(-move.taken(shape, axes) // n) * n), dim
 
 
 def _pad_to(x: jax.Array, dim: int, size: int) -> jax.Array:

@@ -6,6 +6,7 @@ bodies.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from shardfn._core.limits import JOINED_BYTES
 from shardfn._core.plan import BodyPlan
@@ -13,6 +14,7 @@ from shardfn._core.program import Program
 from shardfn._core.regions import span
 from shardfn._core.resharding import can_split
 from shardfn._core.sharding import (
+    Axes,
     Sharding,
     Split,
     Unreduced,
@@ -39,7 +41,7 @@ def scan(site: FlowSite) -> Decision:
     xs = [_scanned(site, i) for i in region.slices]
     inner_xs = [_shift(s, -1) for s in xs]
     preferences = [
-        _shift_preferences(w, -1) if j in region.stacks else w
+        _of_slices(w, site.result_avals[j], site.axes) if j in region.stacks else w
         for j, w in enumerate(site.preferences)
     ]
     every = frozenset(range(len(site.axes.names)))
@@ -98,13 +100,22 @@ def _scanned(site: FlowSite, i: int) -> Sharding:
         if not isinstance(split, Split) or split.dim not in (0, flat(0)):
             continue
         state = on_axis(state, axis, None)
-        for dim in range(1, len(shape)):
-            other = replace(of_dim(split, dim), moved=not split.stored)
-            whole = shape[dim] % site.axes.sizes[axis] == 0
-            if whole and can_split(shape, state, axis, other, site.axes):
-                state = on_axis(state, axis, other)
-                break
+        other = _within_slices(split, shape, state, axis, site.axes)
+        if other is not None:
+            state = on_axis(state, axis, other)
     return state
+
+
+def _within_slices(
+    split: Split, shape: Sequence[int], state: Sharding, axis: int, axes: Axes
+) -> Split | None:
+    """A split of another dimension than the first, over which a loop goes."""
+    for dim in range(1, len(shape)):
+        other = replace(of_dim(split, dim), moved=not split.stored)
+        whole = shape[dim] % axes.sizes[axis] == 0
+        if whole and can_split(shape, state, axis, other, axes):
+            return other
+    return None
 
 
 def while_loop(site: FlowSite) -> Decision:
@@ -187,6 +198,20 @@ def _shift(state: Sharding, by: int) -> Sharding:
 
 def _shifted(split: Split, by: int) -> Split:
     return of_dim(split, split.dim + (by if split.dim >= 0 else -by))
+
+
+def _of_slices(preferences: Preferences, aval: Any, axes: Axes) -> Preferences:
+    """What is preferred of slices of a stack: of one that is to be split along the
+    slices themselves, another dimension, from which it is exchanged."""
+    found = list(_shift_preferences(preferences, -1))
+    for axis, opinions in enumerate(preferences):
+        alone = next(iter(opinions), None) if len(opinions) == 1 else None
+        if alone is None or alone.dim not in (0, flat(0)):
+            continue
+        other = _within_slices(alone, aval.shape, axes.replicated, axis, axes)
+        if other is not None:
+            found[axis] = frozenset({_shifted(other, -1)})
+    return tuple(found)
 
 
 def _shift_preferences(preferences: Preferences, by: int) -> Preferences:

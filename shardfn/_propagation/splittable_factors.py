@@ -108,7 +108,7 @@ class SplittableFactors:
             return False
         if size == 0 or size % (parts * count):
             padded = stored and parts == 1 and self.rule.stands_alone(factor)
-            if not padded or size < count:
+            if not padded or not size:
                 return False
         return all(
             can_split(aval.shape, sharding, axis, Split(dim, stored), self.axes)

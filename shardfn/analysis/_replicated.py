@@ -7,7 +7,9 @@ that is the same on all, with the source line that most of that is at.
 import math
 from collections import Counter
 from dataclasses import dataclass, field
+from fractions import Fraction
 
+from shardfn._core.decomposition_flops import decomposition_flops
 from shardfn._core.equation_flops import flops_of
 from shardfn._core.errors import where
 from shardfn._core.plan import Apply, BodyPlan
@@ -17,8 +19,8 @@ from shardfn._core.sharding import Axes, Split
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """FLOPs of matrix products and convolutions on one device; a while loop counts as
-    one iteration.
+    """FLOPs of matrix products, convolutions and decompositions on one device; a while
+    loop counts as one iteration.
 
     Attributes:
       flops: all of them.
@@ -66,17 +68,38 @@ def _count(
         if not isinstance(step, Apply):
             continue
         node = program.nodes[step.node]
-        own = sum(flops_of(node.eqn).values()) * times if node.kind == "op" else 0
+        own = _flops(node) * times if node.kind == "op" else 0
         if own:
             place = where(node.eqn)
             parts = apart * math.prod(axes.sizes[axis] for _, axis in step.parts)
-            total[place] += own // parts
+            total[place] += math.ceil(own * _padded(node, step, axes) / parts)
             if parts == 1 and not _takes_parts(step, axes):
                 replicated[place] += own
         rows = apart * _rows_apart(node, step, axes)
         runs = times * (step.times or 1) // _rows_apart(node, step, axes)
         for inner, plan in zip(node.bodies, step.bodies, strict=True):
             _count(inner, plan, axes, runs, rows, total, replicated)
+
+
+def _flops(node: Node) -> int:
+    """Of an operation on whole operands."""
+    return flops_of(node.eqn).total() + decomposition_flops(node.eqn)
+
+
+def _padded(node: Node, step: Apply, axes: Axes) -> Fraction:
+    """How much more the first device has than a part of as many as there are devices,
+    where these do not divide what they split."""
+    counts: dict[str, int] = {}
+    for factor, axis in step.parts:
+        counts[factor] = counts.get(factor, 1) * axes.sizes[axis]
+    return math.prod(
+        (
+            Fraction(math.ceil(Fraction(size, counts[factor])) * counts[factor], size)
+            for factor, size in (node.rule.sizes if node.rule is not None else ())
+            if factor in counts and size
+        ),
+        start=Fraction(1),
+    )
 
 
 def _takes_parts(step: Apply, axes: Axes) -> bool:

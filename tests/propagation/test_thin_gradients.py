@@ -1,5 +1,5 @@
-"""In: steps whose gradient of a weight is multiplied with a thin stored factor, as those
-of LoRA that is added to its weight. Out: the plain step's values; the thin products are
+"""In: steps whose gradient of a weight is multiplied with a thin stored factor, as that
+of a weight to which LoRA is added. Out: the plain step's values; the thin products are
 summed, and never the gradient of the weight.
 """
 
