@@ -17,6 +17,7 @@ from shardfn._core import compat
 from shardfn._core.call_arguments import Path, Position, part
 from shardfn._core.program import Program
 from shardfn._trace.dataflow import Dimension, Dimensions, Update, dependences, updates
+from shardfn._trace.numbered_leaves import numbers_in, with_numbers
 from shardfn._trace.raw_keys import raw_keys
 
 
@@ -86,8 +87,8 @@ class ArgumentFlow:
         """Of some leaves, what has become of each at `path`; all sets are of itself
         alone."""
         tree = jax.tree.structure(self.out)
-        numbers = jax.tree.unflatten(tree, range(tree.num_leaves))
-        at, start = jax.tree.leaves(part(numbers, path)), self.starts[position]
+        numbers = with_numbers(tree, range(tree.num_leaves))
+        at, start = numbers_in(part(numbers, path)), self.starts[position]
         found = []
         for i in leaves:
             bit, new = 1 << (start + i), self.updates[at[i]]
@@ -145,8 +146,8 @@ class ArgumentFlow:
         """Whether what comes back at `path` is computed from leaves of others that have
         dimensions, in whatever way."""
         tree = jax.tree.structure(self.out)
-        made_of = jax.tree.unflatten(tree, dependences(self.program))
-        bits = functools.reduce(operator.or_, jax.tree.leaves(part(made_of, path)), 0)
+        made_of = with_numbers(tree, dependences(self.program))
+        bits = functools.reduce(operator.or_, numbers_in(part(made_of, path)), 0)
         return any(
             bits >> (self.starts[p] + i) & 1
             for p in others

@@ -34,6 +34,7 @@ from shardfn._trace.containers import Closed, close, closed_inside, on_closed, o
 from shardfn._trace.global_or_per_device import jaxpr_of
 from shardfn._trace.inner_shard_map import on_whole_arrays
 from shardfn._trace.jaxpr_to_program import make_program
+from shardfn._trace.numbered_leaves import numbers_in, with_numbers
 from shardfn._trace.per_device import GlobalStep
 from shardfn._trace.purity import check_effects, check_not_mapped, leaked_tracer
 from shardfn._trace.returned_state import check_state
@@ -239,14 +240,14 @@ def _cache_leaves(
     if not batch.meaning.caches:
         return ()
     leaves, treedef = jax.tree.flatten((states, batch))
-    given = by_place(rejoined(*jax.tree.unflatten(treedef, range(len(leaves)))))
+    given = by_place(rejoined(*with_numbers(treedef, range(len(leaves)))))
     outputs = {leaf: j for j, leaf in enumerate(order)}
     made = numbered(out_tree, [outputs[i] for i in range(out_tree.num_leaves)])
     return tuple(
         (j, i)
         for place, path in batch.meaning.caches
         for i, j in zip(
-            jax.tree.leaves(given[place]),
+            numbers_in(given[place]),
             jax.tree.leaves(part(made, path)),
             strict=True,
         )
@@ -256,5 +257,5 @@ def _cache_leaves(
 def _order_given(states: Sequence[Any], batch: Rest) -> list[int]:
     """For each leaf of the state and then the batch, which it is of all arguments."""
     leaves, treedef = jax.tree.flatten((states, batch))
-    numbers = jax.tree.unflatten(treedef, range(len(leaves)))
-    return [int(i) for i in np.argsort(jax.tree.leaves(rejoined(*numbers)))]
+    numbers = with_numbers(treedef, range(len(leaves)))
+    return [int(i) for i in np.argsort(numbers_in(rejoined(*numbers)))]

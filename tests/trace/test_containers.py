@@ -5,6 +5,7 @@ what the plain step gives; no abstract value is put into them.
 import dataclasses
 from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -105,3 +106,45 @@ def test_a_state_in_another_container_is_named() -> None:
 
     with pytest.raises(shardfn.ShardingError, match="the same leaves in other contain"):
         shardfn.fully_shard(swap, MESH, min_size=8)(STATE, BATCH)
+
+
+@flax.struct.dataclass
+class Counter64:
+    """Makes arrays of its fields where these are numbers, as brax's `UInt64` does."""
+
+    high: Any
+    low: Any
+
+    def __post_init__(self) -> None:
+        for name in ("high", "low"):
+            if isinstance(getattr(self, name), int | np.ndarray | jax.Array):
+                value = jnp.asarray(getattr(self, name), jnp.uint32)
+                object.__setattr__(self, name, value)
+
+
+def test_containers_may_make_arrays_of_numbers() -> None:
+    """So the library puts no numbers of its own into them."""
+
+    def train_step(state: Any, batch: Any, key: jax.Array) -> Any:
+        params, seen = state
+
+        def loss_fn(ps: Any) -> jax.Array:
+            return sum(jnp.mean(jnp.tanh(batch["x"] @ p) ** 2) for p in ps)
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        params = [p - 0.1 * g for p, g in zip(params, grads, strict=True)]
+        noise = jax.random.normal(key, batch["x"].shape)
+        new = params, Counter64(seen.high, seen.low + jnp.uint32(1))
+        return new, {"x": jnp.tanh(batch["x"] + noise)}, loss
+
+    # More leaves than an unsigned number of the container has bits.
+    state = [jnp.ones((16, 32)) / 16] * 40, Counter64(0, 0)
+    batch = {"x": jnp.ones((32, 16))}
+    step = shardfn.fully_shard(train_step, jax.make_mesh((8,), ("data",)), min_size=0)
+    plain, sharded = state, step.shard(state)
+    for i in range(2):
+        key = jax.random.key(i)
+        plain, _, expected = jax.jit(train_step)(plain, batch, key)
+        sharded, _, loss = step(sharded, batch, key)
+        np.testing.assert_allclose(loss, expected, rtol=1e-4)
+    assert int(sharded[1].low) == 2
