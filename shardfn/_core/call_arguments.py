@@ -121,13 +121,26 @@ def parts(tree: Any, depth: int = STATE_DEPTH) -> list[tuple[Path, Any]]:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class _Number:
+    """An object, as containers may make arrays of plain numbers (brax's `UInt64`)."""
+
+    value: int
+
+
 def numbered(treedef: Any, numbers: Sequence[int]) -> Any:
     """A pytree of numbers; classes that take arrays alone are lists of theirs."""
+    leaves = [_Number(number) for number in numbers]
     with contextlib.suppress(Exception):  # of a class of the user's
-        made = jax.tree.unflatten(treedef, numbers)
-        if all(type(x) is int for x in jax.tree.leaves(made)):
+        made = jax.tree.unflatten(treedef, leaves)
+        if all(type(x) is _Number for x in jax.tree.leaves(made)):
             return made
-    return in_plain(treedef, numbers, lambda *of: list(of[1]))
+    return in_plain(treedef, leaves, lambda *of: list(of[1]))
+
+
+def numbers_in(tree: Any) -> list[int]:
+    """The numbers in such a pytree or a part of it, in order."""
+    return [leaf.value for leaf in jax.tree.leaves(tree)]
 
 
 def in_plain(

@@ -45,9 +45,9 @@ that it carries unreduced and, by themselves, of weights that all iterations sha
 
 LOOP_LIVE = 2**30
 """Bytes of values that a device may have at once more, for loops to hold more than
-`LOOP_BYTES`: 1.3% of an H100's memory, 6% of a TPU v5e's. A recurrent network's weights
-are gathered once and not in each time step, a model's of some billions in each
-microbatch."""
+`LOOP_BYTES`, or narrow values to be gathered: 1.3% of an H100's memory, 6% of a TPU
+v5e's. A recurrent network's weights are gathered once and not in each time step, a
+model's of some billions in each microbatch."""
 
 LOOP_MOST = 2**32
 """The same if they save `LOOP_WORTH` times as many: 5% of an H100's memory."""

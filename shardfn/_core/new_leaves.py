@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from shardfn._core.call_arguments import StateArguments, numbered, part
+from shardfn._core.call_arguments import StateArguments, numbered, numbers_in, part
 
 
 @functools.lru_cache(maxsize=64)
@@ -18,7 +18,7 @@ def new_leaves(out_tree: Any, meaning: StateArguments) -> tuple[int, ...]:
         first = out_tree.children()[: len(meaning.arguments)]
         return tuple(range(sum(child.num_leaves for child in first)))
     numbers = numbered(out_tree, range(out_tree.num_leaves))
-    return tuple(jax.tree.leaves([part(numbers, path) for path in meaning.places]))
+    return tuple(numbers_in([part(numbers, path) for path in meaning.places]))
 
 
 def new_arrays(out: Any, meaning: StateArguments) -> list[Any]:

@@ -14,10 +14,9 @@ from typing import Any
 import jax
 
 from shardfn._core import compat
-from shardfn._core.call_arguments import Path, Position, part
+from shardfn._core.call_arguments import Path, Position, numbered, numbers_in, part
 from shardfn._core.program import Program
 from shardfn._trace.dataflow import Dimension, Dimensions, Update, dependences, updates
-from shardfn._trace.numbered_leaves import numbers_in, with_numbers
 from shardfn._trace.raw_keys import raw_keys
 
 
@@ -87,7 +86,7 @@ class ArgumentFlow:
         """Of some leaves, what has become of each at `path`; all sets are of itself
         alone."""
         tree = jax.tree.structure(self.out)
-        numbers = with_numbers(tree, range(tree.num_leaves))
+        numbers = numbered(tree, range(tree.num_leaves))
         at, start = numbers_in(part(numbers, path)), self.starts[position]
         found = []
         for i in leaves:
@@ -146,7 +145,7 @@ class ArgumentFlow:
         """Whether what comes back at `path` is computed from leaves of others that have
         dimensions, in whatever way."""
         tree = jax.tree.structure(self.out)
-        made_of = with_numbers(tree, dependences(self.program))
+        made_of = numbered(tree, dependences(self.program))
         bits = functools.reduce(operator.or_, numbers_in(part(made_of, path)), 0)
         return any(
             bits >> (self.starts[p] + i) & 1

@@ -19,6 +19,7 @@ from shardfn._core.call_arguments import (
     StateArguments,
     by_place,
     numbered,
+    numbers_in,
     part,
     rejoined,
 )
@@ -34,7 +35,6 @@ from shardfn._trace.containers import Closed, close, closed_inside, on_closed, o
 from shardfn._trace.global_or_per_device import jaxpr_of
 from shardfn._trace.inner_shard_map import on_whole_arrays
 from shardfn._trace.jaxpr_to_program import make_program
-from shardfn._trace.numbered_leaves import numbers_in, with_numbers
 from shardfn._trace.per_device import GlobalStep
 from shardfn._trace.purity import check_effects, check_not_mapped, leaked_tracer
 from shardfn._trace.returned_state import check_state
@@ -240,7 +240,7 @@ def _cache_leaves(
     if not batch.meaning.caches:
         return ()
     leaves, treedef = jax.tree.flatten((states, batch))
-    given = by_place(rejoined(*with_numbers(treedef, range(len(leaves)))))
+    given = by_place(rejoined(*numbered(treedef, range(len(leaves)))))
     outputs = {leaf: j for j, leaf in enumerate(order)}
     made = numbered(out_tree, [outputs[i] for i in range(out_tree.num_leaves)])
     return tuple(
@@ -248,7 +248,7 @@ def _cache_leaves(
         for place, path in batch.meaning.caches
         for i, j in zip(
             numbers_in(given[place]),
-            jax.tree.leaves(part(made, path)),
+            numbers_in(part(made, path)),
             strict=True,
         )
     )
@@ -257,5 +257,5 @@ def _cache_leaves(
 def _order_given(states: Sequence[Any], batch: Rest) -> list[int]:
     """For each leaf of the state and then the batch, which it is of all arguments."""
     leaves, treedef = jax.tree.flatten((states, batch))
-    numbers = with_numbers(treedef, range(len(leaves)))
+    numbers = numbered(treedef, range(len(leaves)))
     return [int(i) for i in np.argsort(numbers_in(rejoined(*numbers)))]
