@@ -9,7 +9,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """What XLA's cost model and code generator need to know of a GPU."""
+    """What XLA's cost model and code generator need to know of a GPU.
+
+    Attributes:
+      description: the `device_kind` of one that is not there.
+      driver_name: that of one that is there, where it is another.
+    """
 
     description: str
     capability: tuple[int, int]
@@ -22,6 +27,7 @@ class Gpu:
     memory: int
     memory_bandwidth: int
     cudnn: tuple[int, int, int]
+    driver_name: str = ""
 
 
 # As the driver reports them: github.com/openxla/xla,
@@ -37,7 +43,7 @@ GPUS = {
     ),
     "h200": Gpu(
         *("NVIDIA H200 141GB HBM3e", (9, 0), 132, 128, 233472, 232448, 52428800, 1.98),
-        *(151397597184, 4800000000000, (9, 10, 0)),
+        *(151397597184, 4800000000000, (9, 10, 0), "NVIDIA H200"),
     ),
     "b200": Gpu(
         *("NVIDIA B200", (10, 0), 148, 128, 233472, 232448, 132644864, 1.965),

@@ -17,7 +17,11 @@ from shardfn.analysis._hlo import HloCollective
 from shardfn.analysis._hlo.timeline import Rates
 from shardfn.analysis._latency import KERNEL_GAP, TransferTime, transfer
 
-KINDS = {gpu.description: name for name, gpu in GPUS.items()}
+KINDS = {
+    kind: name
+    for name, gpu in GPUS.items()
+    for kind in (gpu.description, gpu.driver_name or gpu.description)
+}
 """Names of chips by the `device_kind` of GPUs."""
 
 

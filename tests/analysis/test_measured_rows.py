@@ -1,0 +1,83 @@
+"""In: `benchmarks/measured.py`, and its kept rows of a GPU. Out: programs compare there
+as predicted, the page shows the rows, and the script's parts do what they say.
+"""
+
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+ROWS = json.loads((BENCHMARKS / "results" / "measured.json").read_text())
+
+
+@pytest.fixture(autouse=True)
+def _benchmarks_importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
+
+
+def beside_ours() -> list[Any]:
+    return [
+        pytest.param(rows["shardfn"], row, id=f"{case} {name}")
+        for case, rows in ROWS.items()
+        for name, row in rows.items()
+        if name != "shardfn" and "again" not in name
+    ]
+
+
+@pytest.mark.parametrize("ours, other", beside_ours())
+def test_programs_compare_as_predicted(ours: Any, other: Any) -> None:
+    found = statistics.median(other["seconds"]) / statistics.median(ours["seconds"])
+    predicted = other["predicted"] / ours["predicted"]
+    assert found == pytest.approx(predicted, rel=0.0115)
+
+
+@pytest.mark.parametrize("case", ROWS)
+def test_a_device_holds_what_the_compiler_says(case: str) -> None:
+    for row in ROWS[case].values():
+        compiled = row["arguments"] + row["temp"]
+        assert row["peak"] == pytest.approx(compiled, rel=0.018)
+
+
+def test_the_page_shows_the_rows() -> None:
+    import measured
+
+    page = (BENCHMARKS / "README.md").read_text()
+    assert measured.steps_table(ROWS) in page
+    assert measured.kinds_table(ROWS) in page
+
+
+def test_a_process_tells_its_number_and_its_host() -> None:
+    from stand_ins import topology_of
+
+    first = b"\x12\x04boot"
+    assert topology_of(7, first) == first + b"\x08\x07"
+    assert topology_of(300, first) == first + b"\x08\xac\x02" + b"\x12\x07host 37"
+
+
+def test_kernels_are_told_apart_by_what_they_are_named_after() -> None:
+    import measured_kernels
+
+    text = """HloModule m, is_scheduled=true
+ENTRY %main (p: f32[8,8]) -> f32[8,8] {
+  %p = f32[8,8]{1,0} parameter(0)
+  %exp.1 = f32[8,8]{1,0} exponential(%p), metadata={op_name="attention_scores/exp"}
+  ROOT %tanh.2 = f32[8,8]{1,0} tanh(%exp.1), metadata={op_name="jit(f)/tanh"}
+}
+"""
+    ran = {
+        "nvjet_sm90_128": (2, 4),
+        "exp_1": (1, 3),
+        "tanh_2": (1, 2),
+        "memcpy": (1, 1),
+    }
+    found = measured_kernels.measured(text, ran, span=15)
+    assert found == {
+        "matmul": 4e-9,
+        "attention_scores": 3e-9,
+        "rest": 3e-9,
+        "idle": 5e-9,
+    }
