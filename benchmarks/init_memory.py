@@ -23,7 +23,7 @@ import shardfn
 from shardfn.analysis import targets
 from shardfn.storage import _init_state
 
-CASES = (("1b", "h100:8"), ("8b", "h100:8"), ("8b", "h100:1x8x8"))
+CASES = (("1b", "h100:8"), ("8b", "h100:8"), ("8b", "h100:64"))
 HEADER = ("preset", "devices", "shards", "largest leaf", "programs", "temporary")
 
 

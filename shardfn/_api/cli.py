@@ -3,8 +3,8 @@
 In: the name of a step. Out: its report, printed and as a page; or the options with
 which it is fastest on a target.
 
-python -m shardfn plan MODULE:STEP --target h100:1x8x8
-python -m shardfn tune MODULE:STEP --target h100:1x8x8
+python -m shardfn plan MODULE:STEP --target h100:64
+python -m shardfn tune MODULE:STEP --target h100:64
 """
 
 import os
@@ -34,8 +34,8 @@ from shardfn._core.tuning_limits import TUNED_COMPILATIONS
 from shardfn.analysis import targets
 from shardfn.analysis.report import Report
 
-USAGE = """usage: python -m shardfn plan MODULE:STEP [--target h100:1x8x8 [--tune]]
-       python -m shardfn tune MODULE:STEP --target h100:1x8x8 [--memory 70GiB]
+USAGE = """usage: python -m shardfn plan MODULE:STEP [--target h100:64 [--tune]]
+       python -m shardfn tune MODULE:STEP --target h100:64 [--memory 70GiB]
 
 plan prints what a step would move, hold and take on a target, and writes it as a page.
 tune compiles it there with other options, and says with which it is fastest.
@@ -51,7 +51,7 @@ class PlanCommand:
     arguments that returns a step and its arguments. The step may be plain, or made by
     `fully_shard`; the arguments arrays or `jax.ShapeDtypeStruct`s."""
     target: str | None = None
-    """What to compile for, such as `h100:1x8x8` (slices x hosts x GPUs) or
+    """What to compile for, such as `h100:64` or
     `tpu:v5p:4x4x4`. Without it only the plan is printed, on the step's own mesh."""
     mesh_shape: tuple[int, ...] | None = None
     """Sizes of the mesh axes on the target, if there are several."""
@@ -72,7 +72,7 @@ class TuneCommand:
     arguments that returns a step and its arguments. The step may be plain, or made by
     `fully_shard`; the arguments arrays or `jax.ShapeDtypeStruct`s."""
     target: str
-    """What to compile for, such as `h100:1x8x8` (slices x hosts x GPUs) or
+    """What to compile for, such as `h100:64` or
     `tpu:v5p:4x4x4`."""
     memory: str | None = None
     """What a step may take on each device, such as `70GiB`; the target's if left
@@ -266,7 +266,7 @@ def sharded_on(
 
 
 def default_path(command: PlanCommand) -> Path:
-    """`train_step-h100-1x8x8.html`"""
+    """`train_step-h100-64.html`"""
     assert command.target is not None
     name = command.step.rpartition(":")[2]
     return Path(f"{name}-{command.target.replace(':', '-')}.html")

@@ -110,7 +110,7 @@ class ReportMethods(StateMethods):
 
         Args:
           target: a name as in `shardfn.analysis.targets.target`, such as
-            `"h100:1x8x8"`.
+            `"h100:64"`.
           *args: the step's arguments, arrays or `ShapeDtypeStruct`s, whole or stored;
             the batch is the global one.
           mesh_shape: sizes of the mesh axes there; may be left out if there is only one

@@ -53,11 +53,6 @@ def of(devices: Iterable[Any]) -> tuple[int, ...]:
     return tuple(sorted({device.process_index for device in devices}))
 
 
-def span(devices: Sequence[Any]) -> int:
-    """How many processes some devices belong to."""
-    return len(of(devices))
-
-
 def own_directory() -> dict[str, Any]:
     """What tells Orbax to write into a directory of this process's own; it merges
     them."""

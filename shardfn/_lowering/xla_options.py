@@ -15,6 +15,7 @@ from typing import Any, Literal
 import jax
 
 from shardfn._core import compat, processes
+from shardfn._core.device_coords import slices_of
 from shardfn._core.errors import ShardingError, called, cannot_be
 
 Asked = Mapping[str, Any] | Literal[False] | None
@@ -39,7 +40,8 @@ class CompilerOption:
         compiler knows counts.
       decided_by: other flags and JAX settings that decide it. If the user gave one of
         them, or one of the names, this package leaves the option alone.
-      hosts: it is of use only if the mesh spans several hosts.
+      slices: it is of use only if the mesh spans several slices, each of what NVLink
+        connects.
       kinds: the `device_kind`s that it is of use on; all of the platform if empty.
       most: devices beyond which it is left out; 0 if it never is.
       quantized: it is of use only if what is gathered is quantized.
@@ -48,7 +50,7 @@ class CompilerOption:
     platform: str
     spellings: Flags
     decided_by: tuple[str, ...] = ()
-    hosts: bool = False
+    slices: bool = False
     kinds: tuple[str, ...] = ()
     most: int = 0
     quantized: bool = False
@@ -84,7 +86,7 @@ OPTIONS = (
     CompilerOption(
         "gpu",
         (("xla_gpu_experimental_parallel_collective_overlap_limit", 4),),
-        hosts=True,
+        slices=True,
     ),
     # Quantized weights are read inside of the matmuls that use them, with their scales,
     # instead of in a pass of its own that writes them in full. XLA's autotuner still
@@ -226,7 +228,7 @@ def compiler_options(
         option
         for option in OPTIONS
         if option.is_for(device, platform)
-        and (processes.span(devices) > 1 or not option.hosts)
+        and (not option.slices or slices_of(devices) > 1)
         and (not option.most or len(devices) <= option.most)
         and (quantizes or not option.quantized)
         and given_by_user.isdisjoint((*dict(option.spellings), *option.decided_by))

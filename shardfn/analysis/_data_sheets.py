@@ -17,7 +17,8 @@ class Target:
     Attributes:
       name: as given to `target`.
       platform: `cuda` or `tpu`.
-      topology: slices x hosts x GPUs per host, or the TPU slice such as `v5e:2x4`.
+      topology: slices x hosts x GPUs per host, where NVLink connects a slice; or the
+        TPU slice such as `v5e:2x4`.
       num_devices: how many there are.
       flops: peak bfloat16 floating-point operations per second, dense.
       memory: bytes of HBM.
@@ -28,8 +29,6 @@ class Target:
         such link connects.
       host_bandwidth: bytes per second and direction between a device and its host.
       host_memory: bytes of the host's memory per device.
-      links_span: how many numbers of a GPU's coordinates say which links it is on: its
-        slice and its host, or its slice, whose hosts the links connect.
       cores: devices of a TPU chip.
     """
 
@@ -44,7 +43,6 @@ class Target:
     network_bandwidth: float
     host_bandwidth: float
     host_memory: int
-    links_span: int = 2
     cores: int = 1
 
     def matmul_rate(self, dtype: str) -> float:
@@ -100,9 +98,7 @@ DATA_SHEETS = {
     # GB200 NVL72, seventy-second parts: 360 PFLOPS sparse, 13.4 TB, 576 TB/s, NVLink
     # 130 TB/s between all of a rack; 400 Gb/s per GPU. Two share a Grace of 480 GB, and
     # NVLink-C2C of 900 GB/s to it.
-    "gb200": _chip(
-        *(2.5e15, 186 * GB, 8e12, 900e9, 50e9, (225e9, 240 * GB)), links_span=1
-    ),
+    "gb200": _chip(*(2.5e15, 186 * GB, 8e12, 900e9, 50e9, (225e9, 240 * GB))),
     # v5e: 197 TFLOPs, 16 GB, 819 GBps, ICI 1600 Gbps each way, 2 x 100 Gbps per host
     # of 512 GiB.
     "v5e": _chip(197e12, 16 * GB, 819e9, 200e9, 3.125e9, (16e9, 64 * 2**30)),

@@ -48,9 +48,9 @@ class Protocol:
 
     Attributes:
       start: of any collective.
-      nvlink: of a step within a host.
-      network: of a step between hosts.
-      network_card: the least of any step, in a group that spans hosts.
+      nvlink: of a step within a slice.
+      network: of a step between slices.
+      network_card: the least of any step, in a group that spans slices.
       share: the part of the links' rate that carries data.
     """
 
@@ -87,9 +87,9 @@ runs one program; no figure is published."""
 def transfer(target: Target, op: str, sent: float, coords: Coords) -> TransferTime:
     """How long a collective takes, if nothing else uses its links.
 
-    A GPU's ring that spans hosts whose links are apart crosses each host's edge over
-    the network cards of all its devices there. A TPU's uses the links along the torus
-    dimensions that it extends over.
+    A GPU's ring that spans slices, each of what NVLink connects, crosses each slice's
+    edge over the network cards of all its devices there. A TPU's uses the links along
+    the torus dimensions that it extends over.
 
     Args:
       target: the machine.
@@ -108,30 +108,30 @@ def transfer(target: Target, op: str, sent: float, coords: Coords) -> TransferTi
 
 
 def _on_gpus(target: Target, op: str, sent: float, coords: Coords) -> TransferTime:
-    hosts = Counter(tuple(c[: target.links_span]) for c in coords)
+    slices = Counter(c[0] for c in coords)
     rate = target.link_bandwidth
-    if len(hosts) > 1:
-        rate = min(rate, target.network_bandwidth * min(hosts.values()))
-    ways = _ways(op, len(coords), len(hosts))
+    if len(slices) > 1:
+        rate = min(rate, target.network_bandwidth * min(slices.values()))
+    ways = _ways(op, len(coords), len(slices))
     return min((TransferTime(sent / (rate * s), t) for t, s in ways), key=_seconds)
 
 
-def _ways(op: str, devices: int, hosts: int) -> Iterator[tuple[float, float]]:
+def _ways(op: str, devices: int, slices: int) -> Iterator[tuple[float, float]]:
     """Latency, and the part of the links' rate, of each way that an operation has."""
     trips = 2 if op == AllReduce.op else 1
-    between = trips * (hosts - 1)
+    between = trips * (slices - 1)
     within = trips * (devices - 1) - between
     for way in RING:
-        nvlink = max(way.nvlink, way.network_card if hosts > 1 else 0.0)
+        nvlink = max(way.nvlink, way.network_card if slices > 1 else 0.0)
         if op in (AllToAll.op, Permute.op):  # straight to each: one step
-            step = way.network if hosts > 1 else way.nvlink
+            step = way.network if slices > 1 else way.nvlink
             yield way.start + step, way.share
         else:
             yield way.start + within * nvlink + between * way.network, way.share
     if op == AllReduce.op:
-        down = devices // hosts - 1
+        down = devices // slices - 1
         for way in TREE:
-            climb = down * way.nvlink + math.log2(hosts) * way.network
+            climb = down * way.nvlink + math.log2(slices) * way.network
             yield way.start + 2 * climb, way.share
 
 

@@ -6,11 +6,10 @@ kind. Out: `Rates`, at which `play` runs programs on that mesh.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from jax.sharding import Mesh
 
-from shardfn._core import processes
+from shardfn._core.device_coords import coords_of
 from shardfn.analysis._data_sheets import DATA_SHEETS, Target
 from shardfn.analysis._gpus import GPUS
 from shardfn.analysis._hlo import HloCollective
@@ -36,7 +35,7 @@ def gpus_of(mesh: Mesh) -> Target | None:
 
 def rates_of(target: Target, mesh: Mesh) -> Rates:
     """The target's rates for programs on `mesh`, a mesh of its devices."""
-    coords = [_coords(device) for device in mesh.devices.flat]
+    coords = [coords_of(device) for device in mesh.devices.flat]
 
     def of_program(together: Sequence[HloCollective]) -> TransferTime:
         sent = sum(c.wire_bytes for c in together)
@@ -50,13 +49,3 @@ def rates_of(target: Target, mesh: Mesh) -> Rates:
         target.host_bandwidth,
         KERNEL_GAP[target.platform],
     )
-
-
-def _coords(device: Any) -> tuple[int, ...]:
-    """Where a device is: on the torus; or a GPU's slice, host and number there, of
-    which the process tells where the runtime does not."""
-    found = getattr(device, "coords", None)
-    if found is not None:
-        return tuple(found)
-    [process] = processes.of([device])
-    return getattr(device, "slice_index", None) or 0, process, device.id

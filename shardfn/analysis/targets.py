@@ -28,9 +28,9 @@ from shardfn.analysis._gpus import GPUS, target_config
 __all__ = ["Target", "devices", "mesh", "missing", "target"]
 
 
-_KNOWN = "a100:8, h100:8, h100:1x8x8, h200:8, b200:8, tpu:v5e:2x4, tpu:v5p:4x4x4, ..."
+_KNOWN = "a100:8, h100:8, h100:64, h200:8, b200:8, tpu:v5e:2x4, tpu:v5p:4x4x4, ..."
 _HOSTS = {"gb200": (4, 18)}
-"""GPUs per host, and hosts that NVLink connects; 8 and 1 of others."""
+"""GPUs per host, and hosts of a slice, which NVLink connects; 8 and 1 of others."""
 
 
 def target(name: str) -> Target:
@@ -39,9 +39,11 @@ def target(name: str) -> Target:
     Args:
       name: `<gpu>:<count>` or `<gpu>:<slices>x<hosts>x<GPUs per host>`, with one of
         `a100`, `h100`, `h200`, `b200`, `gb200`; or `tpu:<generation>:<slice shape>`,
-        with `v5e`, `v5p`, `v6e` or `tpu7x`. A count above 8 is taken as hosts of 8; of
-        `gb200` as hosts of 4, 18 of which NVLink connects. The shape of a slice counts
-        chips, of which one of `tpu7x` is two devices. Capitals are small letters.
+        with `v5e`, `v5p`, `v6e` or `tpu7x`. A slice of GPUs is what NVLink connects, as
+        XLA takes it on machines that are there. A count above 8 is taken as slices of
+        one host of 8; of `gb200` as hosts of 4, of which up to 18 are a slice. The
+        shape of a TPU slice counts chips, of which one of `tpu7x` is two devices.
+        Capitals are small letters.
 
     Returns:
       A `Target`.
@@ -51,7 +53,7 @@ def target(name: str) -> Target:
 
     Example:
       >>> target("h100:16").topology
-      '1x2x8'
+      '2x1x8'
     """
     name = name.lower()
     if match := re.fullmatch(r"tpu:(\w+):(\d+(?:x\d+){1,2})", name):
@@ -212,7 +214,7 @@ def _unknown(name: str) -> ValueError:
 
 
 def _hosts(name: str, chip: str, count: str) -> str:
-    """`"8"` -> `"1x1x8"`, `"64"` -> `"1x8x8"`; of GB200 `"64"` -> `"1x16x4"`."""
+    """`"8"` -> `"1x1x8"`, `"64"` -> `"8x1x8"`; of GB200 `"64"` -> `"1x16x4"`."""
     per_host, linked = _HOSTS.get(chip, (8, 1))
     hosts, rest = divmod(int(count), per_host)
     if hosts and rest:
@@ -222,9 +224,15 @@ def _hosts(name: str, chip: str, count: str) -> str:
         )
     if not hosts:
         return f"1x1x{count}"
-    if linked > 1 and hosts % linked == 0:
-        return f"{hosts // linked}x{linked}x{per_host}"
-    return f"1x{hosts}x{per_host}"
+    slices, rest = divmod(hosts, linked)
+    if not slices:
+        return f"1x{hosts}x{per_host}"
+    if rest:
+        raise ValueError(
+            f"target {name!r} has {hosts} hosts, which do not fill slices of "
+            f"{linked}.\nWrite it as <slices>x<hosts>x<GPUs per host>."
+        )
+    return f"{slices}x{linked}x{per_host}"
 
 
 def _topology(asked: Target) -> topologies.TopologyDescription:

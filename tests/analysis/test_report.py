@@ -48,7 +48,7 @@ STEP = shardfn.fully_shard(train_step, cpu_mesh(8))
 
 @pytest.fixture(scope="module")
 def h100() -> shardfn.Report:
-    return STEP.on("h100:1x2x8", STATE, BATCH)
+    return STEP.on("h100:16", STATE, BATCH)
 
 
 @pytest.mark.aot("h100:8")
@@ -123,7 +123,7 @@ def test_products_that_the_compiler_adds_are_said(h100) -> None:
 @pytest.mark.aot("h100:8")
 def test_a_report_prints_and_is_frozen(h100) -> None:
     text = str(h100)
-    assert text.startswith("train_step on h100:1x2x8: 16 devices, mesh data=16\n")
+    assert text.startswith("train_step on h100:16: 16 devices, mesh data=16\n")
     for line in ("stored state", "peak temporary", "while a matmul runs", "exposed"):
         assert f"  {line}" in text or line in text
     assert "fits" in text and "MFU" in text and "as planned" in text

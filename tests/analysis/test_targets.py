@@ -16,7 +16,7 @@ from shardfn.analysis._latency import transfer
 
 KNOWN = (
     "GPUs: a100, h100, h200, b200, gb200; TPUs: v5e, v5p, v6e, tpu7x.\n"
-    "Examples: a100:8, h100:8, h100:1x8x8, h200:8, b200:8, tpu:v5e:2x4, "
+    "Examples: a100:8, h100:8, h100:64, h200:8, b200:8, tpu:v5e:2x4, "
     "tpu:v5p:4x4x4, ..."
 )
 
@@ -26,8 +26,8 @@ KNOWN = (
     [
         ("h100:8", "cuda", "1x1x8", 8),
         ("h100:4", "cuda", "1x1x4", 4),
-        ("h100:64", "cuda", "1x8x8", 64),
-        ("h100:1x8x8", "cuda", "1x8x8", 64),
+        ("h100:64", "cuda", "8x1x8", 64),
+        ("h100:4x2x8", "cuda", "4x2x8", 64),
         ("b200:2x8x4", "cuda", "2x8x4", 64),
         ("tpu:v5e:2x4", "tpu", "v5e:2x4", 8),
         ("tpu:v5p:4x4x4", "tpu", "v5p:4x4x4", 64),
@@ -155,7 +155,7 @@ def test_jax_says_which_libtpu_it_needs():
     [
         aot("a100:8", "NVIDIA A100-SXM4-80GB", "all_gather"),
         aot("h100:8", "NVIDIA H100 80GB HBM3", "all_gather"),
-        aot("h100:1x8x8", "NVIDIA H100 80GB HBM3", "all_gather"),
+        aot("h100:8x1x8", "NVIDIA H100 80GB HBM3", "all_gather"),
         aot("h200:8", "NVIDIA H200 141GB HBM3e", "all_gather"),
         aot("b200:8", "NVIDIA B200", "all_gather"),
         aot("gb200:1x2x4", "NVIDIA GB200", "all_gather"),
@@ -229,6 +229,6 @@ def test_links_that_connect_hosts():
     """A ring over two hosts of a GB200's rack uses NVLink, over racks the network."""
     gb200, b200 = targets.target("gb200:144"), targets.target("b200:16")
     one, two = [(0, 0, 0), (0, 1, 0)], [(0, 0, 0), (1, 0, 0)]
-    cases = (gb200, one, 900e9), (gb200, two, 50e9), (b200, one, 50e9)
+    cases = (gb200, one, 900e9), (gb200, two, 50e9), (b200, two, 50e9)
     for machine, coords, rate in cases:
         assert transfer(machine, "all_gather", 60 * rate, coords).links == 60

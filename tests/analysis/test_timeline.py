@@ -382,17 +382,17 @@ def test_live_memory_follows_the_schedule() -> None:
 
 
 ONE_HOST = [(0, 0, g) for g in range(8)]
-HOSTS = [(0, h, g) for h in range(8) for g in range(8)]
+HOSTS = [(h, 0, g) for h in range(8) for g in range(8)]
 V5P_PLANE = [(i, j, 0) for i in range(4) for j in range(4)]
 
 
 @pytest.mark.parametrize(
     "name, coords, seconds",
     [
-        ("h100:1x8x8", ONE_HOST, 1 / 450),
+        ("h100:64", ONE_HOST, 1 / 450),
         # Eight network cards of 50 GB/s at each host's edge, or one.
-        ("h100:1x8x8", HOSTS, 1 / 400),
-        ("h100:1x8x8", [(0, h, 0) for h in range(8)], 1 / 50),
+        ("h100:64", HOSTS, 1 / 400),
+        ("h100:64", [(h, 0, 0) for h in range(8)], 1 / 50),
         ("tpu:v5p:4x4x4", [(i, 0, 0) for i in range(4)], 3 / 600),
         ("tpu:v5p:4x4x4", V5P_PLANE, 1.5 / 600),
         ("tpu:v5e:2x4", [(i, j, 0) for i in range(2) for j in range(4)], 1 / 200),
@@ -414,10 +414,10 @@ def test_many_bytes_take_the_links_rate(name, coords, seconds) -> None:
         ("h100:8", "all_to_all", ONE_HOST, 7.2),
         ("h100:8", "ppermute", ONE_HOST, 7.2),
         # 56 steps within hosts, of the network card's 1 us, and seven of 2.7 us.
-        ("h100:1x8x8", "all_gather", HOSTS, 81.5),
+        ("h100:64", "all_gather", HOSTS, 81.5),
         # A tree: up and down 7 steps of 0.6 us and 3 of 5 us.
-        ("h100:1x8x8", "all_reduce", HOSTS, 45.2),
-        ("h100:1x8x8", "all_to_all", HOSTS, 9.3),
+        ("h100:64", "all_reduce", HOSTS, 45.2),
+        ("h100:64", "all_to_all", HOSTS, 9.3),
         # Rings of four that close: two hops. Rows of two and four that do not: 1 + 3.
         ("tpu:v5p:4x4x4", "all_gather", V5P_PLANE, 4),
         ("tpu:v5p:4x4x4", "all_reduce", V5P_PLANE, 8),

@@ -268,7 +268,7 @@ def test_moves_by_different_numbers_of_blocks_may_not() -> None:
 # What GPUs join
 
 
-@pytest.mark.aot("h100:1x2x4")
+@pytest.mark.aot("h100:2x1x4")
 def test_sums_over_two_axes_that_gpus_fold_and_join_are_found() -> None:
     def step(w, x):
         def loss(w):
@@ -290,7 +290,7 @@ def test_sums_over_two_axes_that_gpus_fold_and_join_are_found() -> None:
     mesh = jax.make_mesh((2, 4), ("replica", "data"))
     sharded = shardfn.fully_shard(step, mesh, axis=("replica", "data"), min_size=64)
     report = sharded.on(
-        "h100:1x2x4", w, aval((4096, 64), jnp.float32), mesh_shape=(2, 4)
+        "h100:2x1x4", w, aval((4096, 64), jnp.float32), mesh_shape=(2, 4)
     )
     assert report.verification.ok, report.verification.problems()
     assert len(report.verification.having("folded")) == 2

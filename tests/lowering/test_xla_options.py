@@ -33,10 +33,18 @@ def train_step(w, x):
     return w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w), jnp.sum(x)
 
 
-def machines(hosts: int = 2, kind: str = "GPU") -> list[SimpleNamespace]:
+def machines(
+    hosts: int = 2, kind: str = "GPU", processes: int = 1
+) -> list[SimpleNamespace]:
+    """One device for each of the processes of each host, which is a slice."""
     platform = "gpu" if kind == "GPU" else "tpu"
-    kind = {"platform": platform, "device_kind": kind}
-    return [SimpleNamespace(process_index=i, **kind) for i in range(hosts)]
+    own = {"platform": platform, "device_kind": kind}
+    return [
+        SimpleNamespace(
+            process_index=i, coords=(i // processes, i % processes, 0), **own
+        )
+        for i in range(hosts * processes)
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +74,7 @@ NEW, OLD = ("xla_new", "ON"), ("xla_old", True)
 TABLE = (
     CompilerOption("gpu", (NEW, OLD)),
     CompilerOption(
-        "gpu", (("xla_far", 2),), decided_by=("optimization_level",), hosts=True
+        "gpu", (("xla_far", 2),), decided_by=("optimization_level",), slices=True
     ),
     CompilerOption("tpu", (("xla_tpu", "true"),)),
     CompilerOption(
@@ -88,6 +96,14 @@ def test_the_first_spelling_that_the_compiler_knows(compiler, known, hosts, expe
     values = {"xla_new": "ON", "xla_old": True, "xla_far": 2}
     compiler({name: values[name] for name in known}, TABLE)
     assert compiler_options(machines(hosts), None) == expected
+
+
+def test_processes_of_one_host_are_no_hosts(compiler):
+    """NVLink connects what one process each runs, as slurm starts them."""
+    compiler({"xla_new": "ON", "xla_far": 2}, TABLE)
+    assert compiler_options(machines(1, processes=8), None) == {"xla_new": "ON"}
+    found = compiler_options(machines(2, processes=8), None)
+    assert found == {"xla_new": "ON", "xla_far": 2}
 
 
 def test_options_of_some_kinds_of_tpu(compiler):
@@ -215,11 +231,11 @@ def test_the_report_shows_what_the_compiler_was_told(monkeypatch):
     args = jax.ShapeDtypeStruct((256, 64), "float32"), jnp.ones((16, 256))
     step = shardfn.fully_shard(train_step, cpus(), min_size=0)
     assert step.on("h100:8", *args).compiler_options == (HIDING,)
-    report = step.on("h100:1x2x8", *args)
+    report = step.on("h100:16", *args)
     assert report.compiler_options == (HIDING, (LIMIT, 4))
     assert f"\n  compiler option {LIMIT}=4\n" in str(report)
     monkeypatch.setenv("XLA_FLAGS", f"--{LIMIT}=1")
-    assert step.on("h100:1x2x8", *args).compiler_options == (HIDING,)
+    assert step.on("h100:16", *args).compiler_options == (HIDING,)
 
 
 def test_numbers_and_flags_are_not_the_same_to_a_compiler():
