@@ -16,7 +16,7 @@ from shardfn._core.errors import ShardingError
 from shardfn._core.leaves import Leaf
 from shardfn._core.sharding import Axes, Sharding, parts_of
 from shardfn._trace.containers import close_avals, on_closed
-from shardfn._trace.raw_keys import raw_keys
+from shardfn._trace.raw_keys import raw_keys, unread
 from shardfn._trace.trace_step import trace_once
 
 
@@ -62,7 +62,8 @@ def keys_in(
     states: tuple[Sequence[Leaf], Any],
     axes: Axes,
 ) -> frozenset[int] | None:
-    """Which leaves of a batch a step takes for raw keys.
+    """Which leaves of a batch a step takes for raw keys, or does not read: a key is not
+    read where dropout is off.
 
     Args:
       call: calls the step with its states and the rest.
@@ -82,7 +83,9 @@ def keys_in(
     if made is None:
         return None
     with contextlib.suppress(ShardingError):
-        return frozenset(i - len(states[0]) for i in raw_keys(made.program()))
+        program = made.program()
+        found = raw_keys(program) | unread(program)
+        return frozenset(i - len(states[0]) for i in found)
     return None
 
 

@@ -1,12 +1,13 @@
 """Which arguments of a step are raw PRNG keys: words that it makes random numbers from.
 
 In: a program. Out: the positions of its arguments that come, as they are, where JAX
-takes the words of a key. Shape and dtype do not tell: uint32 rows may look the same.
+takes the words of a key, and of those that nothing reads. Shape and dtype do not tell:
+uint32 rows may look the same.
 """
 
 from collections.abc import Sequence
 
-from shardfn._core.program import Atom, Node, Program
+from shardfn._core.program import Atom, Node, Program, number_of
 from shardfn._trace.dataflow import through_bodies
 
 Words = frozenset[tuple[int, bool]]
@@ -25,6 +26,13 @@ def raw_keys(program: Program) -> frozenset[int]:
     given = [frozenset({(i, False)}) for i in range(len(program.inputs))]
     _outputs(program, given, found)
     return frozenset(found)
+
+
+def unread(program: Program) -> frozenset[int]:
+    """The positions of a program's arguments that nothing reads."""
+    read = {number_of(atom) for node in program.nodes for atom in node.inputs}
+    read.update(map(number_of, program.outputs))
+    return frozenset(i for i, v in enumerate(program.inputs) if v not in read)
 
 
 def _outputs(program: Program, given: Sequence[Words], found: set[int]) -> list[Words]:

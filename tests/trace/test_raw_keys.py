@@ -62,6 +62,27 @@ def test_arguments_that_are_keys(fn, expected) -> None:
     assert raw_keys(make_program(made)) == expected
 
 
+@pytest.mark.parametrize("argnums", ["auto", 0])
+def test_a_key_that_nothing_reads(argnums) -> None:
+    """As where dropout is off: two words are not two rows of a batch of 16."""
+    mesh = mesh_of(8)
+
+    def step(w, x, key, rate=0.0):
+        y = x @ w
+        if rate:
+            y = y * jax.random.bernoulli(key, rate, y.shape)
+        return w - y.mean(), {"y": y}
+
+    run = shardfn.fully_shard(
+        step, mesh, min_size=0, donate=False, state_argnums=argnums
+    )
+    x = jnp.arange(128.0).reshape(16, 8) / 128
+    new, out = run(W, x, KEY)
+    expected, expected_out = jax.jit(step)(W, x, KEY)
+    np.testing.assert_allclose(new, expected, rtol=1e-6)
+    np.testing.assert_allclose(out["y"], expected_out["y"], rtol=1e-6)
+
+
 def rows_step(w, x):
     return w, {"sum": x.astype(jnp.float32).sum(), "x": x}
 
