@@ -1,9 +1,9 @@
 """Takes out of loops, and of remats that share it, what they make of weights alone.
 
 In: a program whose values are named after leaves. Out: the program, in which a loop is
-given the weights as its body, or a remat in that, uses them: cast or transposed; and so
-are several remats that cast the same weight. So a gather of one is a move of what they
-are given, which can leave them, too.
+given the weights as its body, or a remat in that, uses them: cast, transposed, masked or
+normalized; and so are several remats that cast the same weight. So a gather of one is a
+move of what they are given, which can leave them, too.
 """
 
 from collections import Counter
@@ -11,11 +11,17 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from jax import lax
+
 from shardfn._core.leaves import Names
 from shardfn._core.op_sharding_rule import Dim, OpShardingRule
 from shardfn._core.program import VALUE, Atom, Node, Program, number_of
 from shardfn._core.regions import with_constants
 from shardfn._trace.value_relations import SAME, relation_of
+
+PRODUCTS = (lax.dot_general_p, lax.conv_general_dilated_p)
+"""They stay where they are: what is made of weights there is their plan's to choose."""
+FILLS = (lax.broadcast_in_dim_p, lax.convert_element_type_p)
 
 _Key = tuple[Any, ...]
 
@@ -163,19 +169,33 @@ def _without_casts(
     Returns:
       The body, and its values that are to be its inputs, with what they are outside.
     """
-    outside = dict(constants)
+    outside, filled = dict(constants), dict[int, Node]()
+    weights = {value for value in constants if body.leaf(value)}
     avals, leaves = list(body.avals), list(body.leaves)
     nodes: list[Node] = []
     more: list[tuple[int, int]] = []
+
+    def take(node: Node) -> None:
+        for value in filled.keys() & set(map(number_of, node.inputs)) - outside.keys():
+            take(filled[value])
+        operands = tuple(outside.get(number_of(a), a) for a in node.inputs)
+        (value,) = node.outputs
+        outside[value] = taken.take(node, operands, body)
+        weights.add(value)
+        more.append((value, outside[value]))
+
     for node in body.nodes:
-        if _is_elementwise(node, body, outside):
+        if only is None and _is_of_weights(node, body, weights, filled):
+            take(node)
+            continue
+        if only is not None and _is_elementwise(node, body, outside):
             operands = tuple(outside.get(number_of(a), a) for a in node.inputs)
             is_first = any(number_of(a) in constants for a in node.inputs)
-            if only is None or not is_first or _key(node, operands) in only:
-                (value,) = node.outputs
-                outside[value] = taken.take(node, operands, body)
-                more.append((value, outside[value]))
+            if not is_first or _key(node, operands) in only:
+                take(node)
                 continue
+        if _is_filled(node, filled):
+            filled[node.outputs[0]] = node
         if node.kind == "remat" and only is None:
             (inner,), entering = node.bodies, _entering(node)
             known = {v: outside[a] for v, a in entering.items() if a in outside}
@@ -192,6 +212,8 @@ def _without_casts(
     needed = {number_of(a) for node in nodes for a in node.inputs}
     needed.update(map(number_of, body.outputs))
     more = [(value, atom) for value, atom in more if value in needed]
+    given_now = {value for value, _ in more} | (filled.keys() - needed)
+    nodes = [n for n in nodes if not n.outputs or n.outputs[0] not in given_now]
     body = replace(body, avals=tuple(avals), leaves=tuple(leaves), nodes=tuple(nodes))
     return body, more
 
@@ -210,6 +232,31 @@ def _is_elementwise(node: Node, body: Program, outside: Mapping[int, int]) -> bo
         and _long(rule, rule.operands[at]) == _long(rule, rule.results[0])
         and relation_of(node, at, 0) == SAME
     )
+
+
+def _is_of_weights(
+    node: Node, body: Program, weights: Set[int], filled: Mapping[int, Node]
+) -> bool:
+    """Whether a node makes something no larger of constant weights, such as the product
+    of one with a mask or with a norm of it; `filled` are arrays of one number."""
+    values = {atom for atom in node.inputs if isinstance(atom, int)}
+    if node.kind != "op" or node.eqn.primitive in PRODUCTS or node.rule is None:
+        return False
+    if node.eqn.effects or len(node.outputs) != 1:
+        return False
+    made = values - filled.keys()
+    return (
+        bool(made)
+        and made <= weights
+        and body.avals[node.outputs[0]].size
+        <= max(body.avals[value].size for value in made)
+    )
+
+
+def _is_filled(node: Node, filled: Mapping[int, Node]) -> bool:
+    """Whether a node makes an array of one number, or that number."""
+    values = {atom for atom in node.inputs if isinstance(atom, int)}
+    return node.eqn.primitive in FILLS and values <= filled.keys()
 
 
 def _long(rule: OpShardingRule, dims: Sequence[Dim]) -> list[Dim]:
