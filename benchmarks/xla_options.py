@@ -9,6 +9,7 @@ compiled for v5ps and H100s that are not there (extra `aot`). Rows are kept in
 import argparse
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,15 @@ GPU: dict[str, dict[str, Any]] = {
 }
 """By name: what could save the copies that XLA makes to delay sums, and how it would
 schedule without its figures for the network."""
+FLAGS = {
+    "h100": {
+        "50 GB/s of network": "--xla_gpu_analytical_latency_estimator_options="
+        "nic_speed_gbps=50"
+    },
+    "v5p": {},
+}
+"""By name: what can be said in XLA_FLAGS only, before JAX starts. XLA takes 25 GB/s of
+network for each H100 (openxla/xla, xla/service/gpu/model/sol_gpu_cost_model.cc)."""
 OPTIONS = {"h100": GPU, "v5p": TPU}
 COLUMNS = (
     *("case", "chip", "options", "step", "of it", "exposed"),
@@ -77,6 +87,16 @@ def measured(name: str, chip: str, options: dict[str, Any]) -> dict[str, Any]:
         "temporary": report.memory.temporary,
         "traffic": report.memory_seconds,
     }
+
+
+def measured_with(name: str, chip: str, flags: str) -> dict[str, Any]:
+    """The same with flags of XLA's, in a process of its own."""
+    words = [sys.executable, __file__, "--one", name, chip]
+    env = os.environ | {"XLA_FLAGS": flags}
+    done = subprocess.run(words, capture_output=True, text=True, env=env)
+    if done.returncode:
+        return {"error": done.stderr.strip().splitlines()[-1][:200]}
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def cells(name: str, chip: str, rows: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -103,15 +123,22 @@ def main() -> None:
     parser.add_argument("--chip", choices=OPTIONS, action="append")
     parser.add_argument("--case", choices=CASES, action="append")
     parser.add_argument("--rerun", action="store_true")
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.one:
+        print(json.dumps(measured(*given.one, {})))
+        return
     table: list[tuple[str, ...]] = []
     for chip in given.chip or OPTIONS:
         for name in given.case or DEFAULT[chip]:
             path = RESULTS / chip / f"options-{name}.json"
             rows = json.loads(path.read_text()) if path.exists() else {}
-            for title in OPTIONS[chip]:
+            for title in (*OPTIONS[chip], *FLAGS[chip]):
                 if given.rerun or title not in rows:
-                    rows[title] = measured(name, chip, OPTIONS[chip][title])
+                    if title in FLAGS[chip]:
+                        rows[title] = measured_with(name, chip, FLAGS[chip][title])
+                    else:
+                        rows[title] = measured(name, chip, OPTIONS[chip][title])
                     path.write_text(json.dumps(rows, indent=1) + "\n")
                     print(name, title, rows[title], file=sys.stderr, flush=True)
             table += cells(name, chip, rows)
