@@ -9,6 +9,7 @@ from typing import Any, Literal
 import jax
 from jax.sharding import Mesh
 
+from shardfn._core import processes
 from shardfn._core.errors import ShardingError, called
 from shardfn._lowering.xla_options import device_and_platform
 from shardfn.analysis._hlo.latency_profile import latency_profile
@@ -35,7 +36,8 @@ def predicted_latencies(lowered: jax.stages.Lowered, mesh: Mesh) -> dict[str, An
       mesh: its mesh.
 
     Returns:
-      An option for `jax.jit(compiler_options=)`. The same program gives the same.
+      An option for `jax.jit(compiler_options=)`. The same program gives the same; of
+      several processes all have that of the first, so that their schedules agree.
 
     Raises:
       ShardingError: no data sheet is known of these GPUs.
@@ -50,4 +52,9 @@ def predicted_latencies(lowered: jax.stages.Lowered, mesh: Mesh) -> dict[str, An
         )
     text = lowered.compile().as_text() or ""
     timeline = play(text, rates_of(target, mesh))
-    return {"fdo_profile": latency_profile(timeline.durations)}
+    profile = processes.of_the_first(
+        "predicted what its instructions take",
+        latency_profile(timeline.durations).decode(),
+        processes.of(mesh.devices.flat),
+    )
+    return {"fdo_profile": profile.encode()}

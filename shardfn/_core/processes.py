@@ -151,6 +151,31 @@ def assert_processes_agree(
     )
 
 
+def of_the_first(done: str, text: str, group: Sequence[int] | None = None) -> str:
+    """What the first process of a group has, in all of them: what compiled programs
+    depend on, whose collectives have to be in the same order.
+
+    Args:
+      done: what each process has done to have it, for the message.
+      text: what this one has.
+      group: numbers of the processes, as `of` gives them; all without it.
+
+    Returns:
+      The first one's text.
+
+    Raises:
+      ShardingError: the first one does not come in `PROCESS_SECONDS`.
+    """
+    client, numbers = compat.distributed_client(), together(group)
+    if not numbers:
+        return text
+    place, first = _next_place(numbers), numbers[0]
+    if index() == first:
+        client.key_value_set(f"{place}/{first}", text)
+        return text
+    return _get(client, f"{place}/{first}", first, done)
+
+
 def meet(done: str, group: Sequence[int] | None = None) -> None:
     """Waits for other processes, all of which have to call it. Some collectives wait
     for 30 seconds only, and one process may compile for longer than another.

@@ -1,9 +1,9 @@
 """Takes out of loops, and of remats that share it, what they make of weights alone.
 
 In: a program whose values are named after leaves. Out: the program, in which a loop is
-given the weights as its body, or a remat in that, uses them: cast, transposed, masked or
-normalized; and so are several remats that cast the same weight. So a gather of one is a
-move of what they are given, which can leave them, too.
+given the weights as its body, or a remat in that, uses them: cast, transposed, masked
+or normalized; and so are several remats that cast the same weight. So a gather of one
+is a move of what they are given, which can leave them, too.
 """
 
 from collections import Counter

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,36 @@ def test_one_that_does_not_come_is_not_waited_for_in_vain(monkeypatch) -> None:
     told = json.loads(Alone.said["shardfn/met/0-1/1/0"])
     assert told["late"] == str(error.value), "others that wait are told the same"
     assert last.startswith("Every process has to call the same steps in the same order")
+
+
+def test_all_have_what_the_first_has(monkeypatch) -> None:
+    """What a program is compiled with, however each would make it, twice in a row."""
+    board, here, found = Board(), threading.local(), [[], [], []]
+    counts = [Counter() for _ in range(3)]
+    monkeypatch.setattr(compat, "distributed_client", lambda: board)
+    monkeypatch.setattr(processes, "count", lambda: 3)
+    monkeypatch.setattr(processes, "index", lambda: here.index)
+
+    def place(numbers: Sequence[int]) -> str:
+        counts[here.index]["here"] += 1
+        return f"of {len(numbers)}/{counts[here.index]['here']}"
+
+    monkeypatch.setattr(processes, "_next_place", place)
+
+    def run(index: int) -> None:
+        here.index = index
+        for number in (1, 2):
+            text = f"profile {number} of {index}"
+            found[index].append(processes.of_the_first("compiled", text))
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in (2, 1, 0)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == [["profile 1 of 0", "profile 2 of 0"]] * 3
+    monkeypatch.setattr(processes, "count", lambda: 1)
+    assert processes.of_the_first("compiled", "own") == "own"
 
 
 class Board:
