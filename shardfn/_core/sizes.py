@@ -25,6 +25,15 @@ def local_bytes(aval: Any, sharding: Sharding, axes: Axes) -> int:
     return math.prod(local_shape(shape, sharding, axes)) * itemsize(aval)
 
 
+KEY_WORD = 4
+"""Bytes of one of the words that a PRNG key is made of."""
+
+
+def is_key_name(dtype: str) -> bool:
+    """Whether this is the name of a dtype of PRNG keys."""
+    return dtype.startswith("key<")
+
+
 def itemsize(aval: Any) -> int:
     """Bytes per element; 8 for PRNG keys."""
     return getattr(getattr(aval, "dtype", None), "itemsize", None) or 8

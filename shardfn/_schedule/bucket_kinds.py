@@ -13,6 +13,7 @@ from shardfn._core.moves import AllGather, AllToAll
 from shardfn._core.phases import Pass
 from shardfn._core.plan import BodyPlan, Reshard
 from shardfn._core.sharding import AxisSharding, Split, Unreduced
+from shardfn._core.sizes import is_key_name
 
 ASKED = "one of the moves of {} that are one collective, as bucket_bytes asks"
 SMALL = (
@@ -66,7 +67,7 @@ def kind_of(
     """
     small = stays and not leaf
     most = JOINED_BYTES if small else control.of(*leaf).bucket_bytes
-    if not (leaf or small) or step.auto or step.dtype.startswith("key<"):
+    if not (leaf or small) or step.auto or is_key_name(step.dtype):
         return None
     if step.residual is not None:
         return None

@@ -18,6 +18,7 @@ from shardfn._core.program import Program
 from shardfn._core.quantized import is_quantized
 from shardfn._core.reasons import Note, noted
 from shardfn._core.sharding import Axes, Split, Unreduced
+from shardfn._core.sizes import is_key_name
 from shardfn._schedule.stacked_terms import term_dtype
 from shardfn._schedule.summed_leaves import summed_leaves
 
@@ -117,7 +118,7 @@ def takes_extreme(step: Reshard) -> bool:
 
 
 def is_floating(dtype: str) -> bool:
-    return "key<" not in dtype and jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    return not is_key_name(dtype) and jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
 
 
 def is_narrower(dtype: str, other: str) -> bool:

@@ -15,6 +15,7 @@ from shardfn._core.limits import SAME_SIZE
 from shardfn._core.moves import AllReduce, Permute
 from shardfn._core.quantized import SCALE_BITS
 from shardfn._core.sharding import Axes
+from shardfn._core.sizes import KEY_WORD, is_key_name
 from shardfn.analysis._hlo import HloCollective
 from shardfn.analysis._line_check import (
     ALL_REDUCED,
@@ -62,8 +63,8 @@ class Need:
     @property
     def bytes(self) -> float:
         """Bytes of one element."""
-        if self.line.dtype.startswith("key<"):
-            return self.line.wire_bytes / self.line.elements
+        if is_key_name(self.line.dtype):
+            return KEY_WORD
         return jnp.dtype(self.line.dtype).itemsize
 
 

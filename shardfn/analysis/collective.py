@@ -30,7 +30,7 @@ class Collective:
       name: the name scope that its operations are emitted under (see `line_name`).
       elements: of the value on one device where it is larger, padding included: after
         an all-gather, before a reduce-scatter. Of a quantized one bytes, with scales
-        unless these have a collective of their own.
+        unless these have a collective of their own; of PRNG keys their words.
       scales: elements of that collective; 0 if there is none.
       devices: how many talk to each other; fewer than the axis has within a group.
       gradient: which gradient of the step it is part of, counted from 0.

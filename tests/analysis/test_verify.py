@@ -414,3 +414,26 @@ def test_a_loop_of_one_iteration_is_none() -> None:
     sharded = shard_fn(step, cpu_mesh(8), (1, WIDTH, WIDTH), BATCH)
     checked = sharded.plan.verify(sharded.compile(**QUICK))
     assert statuses(checked) == [FORWARD, LOSS, SCATTER]
+
+
+def test_keys_move_as_their_words() -> None:
+    """Each is two elements of the compiled collective."""
+
+    def step(state, x):
+        keys = jax.vmap(jax.random.split)(state["keys"])
+        noise = jax.vmap(lambda key: jax.random.normal(key, (WIDTH,)))(keys[:, 1])
+
+        def loss_fn(w):
+            return jnp.mean(((x + noise) @ w) ** 2)
+
+        loss, grad = jax.value_and_grad(loss_fn)(state["w"])
+        return {"keys": keys[:, 0], "w": state["w"] - grad}, loss
+
+    state = {"keys": jax.random.split(jax.random.key(3), 24)}
+    state, x = state | {"w": jnp.ones((WIDTH, WIDTH))}, jnp.ones((24, WIDTH))
+    run = shardfn.fully_shard(step, cpu_mesh(8), min_size=0, stationary=False)
+    plan = run.plan(state, x)
+    [moved] = [line for line in plan.collectives if line.dtype == "key<fry>"]
+    assert moved.elements == 2 * 24
+    checked = plan.verify(run.lower(run.shard(state), x).compile())
+    assert checked.ok, checked.problems()
