@@ -129,8 +129,10 @@ def timed(
         state, loss = step(state)
     jax.block_until_ready(state)
     together = (time.perf_counter() - start) / spec["steps"]
-    finite = math.isfinite(float(loss.addressable_data(0)))
+    last = float(loss.addressable_data(0))
+    finite = math.isfinite(last)
     row = {"seconds": seconds[WARM:], "together": together, "finite": finite}
+    row["loss"] = last if finite else None
     return step, state, row
 
 

@@ -35,6 +35,13 @@ def test_programs_compare_as_predicted(ours: Any, other: Any) -> None:
     assert found == pytest.approx(predicted, rel=0.0115)
 
 
+def test_a_step_on_one_gpu_is_the_plain_step() -> None:
+    """After as many steps, on the numbers of training."""
+    ours, plain = (ROWS["gpt-1.3b"][name] for name in ("shardfn", "jit"))
+    assert ours["finite"] and plain["finite"]
+    assert ours["loss"] == pytest.approx(plain["loss"], rel=1e-6)
+
+
 @pytest.mark.parametrize("case", ROWS)
 def test_a_device_holds_what_the_compiler_says(case: str) -> None:
     for row in ROWS[case].values():
