@@ -14,6 +14,8 @@ class Gpu:
     Attributes:
       description: the `device_kind` of one that is not there.
       driver_name: that of one that is there, where it is another.
+      xla_network: bytes per second of each GPU between slices, by which XLA schedules;
+        None where it does not go by one.
     """
 
     description: str
@@ -28,18 +30,23 @@ class Gpu:
     memory_bandwidth: int
     cudnn: tuple[int, int, int]
     driver_name: str = ""
+    xla_network: float | None = 50e9
 
 
 # As the driver reports them: github.com/openxla/xla,
 # xla/backends/gpu/target_config/specs/{a100_sxm_80,h100_sxm,h200,b200,gb200}.txtpb.
+# `xla_network`: nic_speed_gbps in xla/service/gpu/model/sol_gpu_cost_model.cc, where an
+# H100 has half of the others' figure; XLA does not use that model before Hopper.
 GPUS = {
     "a100": Gpu(
         *("NVIDIA A100-SXM4-80GB", (8, 0), 108, 64, 167936, 166912, 41943040, 1.41),
         *(85100068864, 2039040000000, (8, 9, 4)),
+        xla_network=None,
     ),
     "h100": Gpu(
         *("NVIDIA H100 80GB HBM3", (9, 0), 132, 128, 233472, 232448, 52428800, 1.98),
         *(84978434048, 3352320000000, (9, 1, 1)),
+        xla_network=25e9,
     ),
     "h200": Gpu(
         *("NVIDIA H200 141GB HBM3e", (9, 0), 132, 128, 233472, 232448, 52428800, 1.98),

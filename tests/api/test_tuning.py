@@ -13,7 +13,7 @@ import pytest
 from plan_helpers import cpu_mesh
 
 import shardfn
-from shardfn._api.tuning.advise import advise
+from shardfn._api.tuning.advise import NETWORK_FLAG, advise
 from shardfn._api.tuning.candidates import Candidate, Tuning, choose
 from shardfn._api.tuning.tune import joined
 from shardfn._api.tuning.tuned_options import TunedOptions, read, state_of, write
@@ -317,6 +317,37 @@ def test_advice_keeps_to_what_fits_and_to_what_is_not_asked(report) -> None:
     least = ADVISED_SHARE * report.step_seconds
     few = tuple(dataclasses.replace(r, saves=least / 2) for r in report.advice)
     assert "may help" not in str(dataclasses.replace(report, advice=few))
+
+
+@pytest.mark.parametrize(
+    "target, flags, is_told",
+    [
+        ("h100:16", "", True),
+        ("h100:16", f"--{NETWORK_FLAG}=nic_speed_gbps=50", False),
+        ("h100:8", "", False),
+        ("h200:16", "", False),
+        ("a100:16", "", False),
+    ],
+)
+@pytest.mark.aot(H100)
+def test_the_network_that_xla_takes_for_half(
+    report, monkeypatch, target: str, flags: str, is_told: bool
+) -> None:
+    """On H100s of several hosts, unless the environment says it already."""
+    there = shardfn.analysis.targets.target(target)
+    figures = dataclasses.replace(report, target=there)
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    devices = shardfn.analysis.targets.devices(target)
+    rows = {
+        dict(row.options).get("latencies"): row
+        for row in advise(figures, devices, 2**40)
+    }
+    text = (
+        ". It takes 25 GB/s of network; XLA_FLAGS=--xla_gpu_analytical_latency_"
+        "estimator_options=nic_speed_gbps=50 tells it more, and compiles once"
+    )
+    assert rows["predicted"].why.endswith(text) == is_told
+    assert (NETWORK_FLAG in rows["predicted"].why) == is_told
 
 
 @pytest.mark.aot(H100)

@@ -9,18 +9,26 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from shardfn._api.planner import stored_by_use
+from shardfn._core.device_coords import slices_of
 from shardfn._core.limits import JOINED_BYTES
 from shardfn._core.moves import AllGather, ReduceScatter
 from shardfn._core.option_values import FIRST, layers_ahead
 from shardfn._core.phases import BACKWARD, FORWARD
 from shardfn._lowering.choose_dimensions import StoredByUse
-from shardfn._lowering.xla_options import NOT_DELAYED, ONE_LATENCY, tried
+from shardfn._lowering.xla_options import (
+    NOT_DELAYED,
+    ONE_LATENCY,
+    set_elsewhere,
+    tried,
+)
 from shardfn.analysis._figures import Figures
+from shardfn.analysis._gpus import GPUS
 from shardfn.analysis._text import seconds_text
 from shardfn.analysis.advice import Advice
 from shardfn.analysis.collective import Collective
 
 Devices = Sequence[object]
+NETWORK_FLAG = "xla_gpu_analytical_latency_estimator_options"
 
 
 def advise(
@@ -182,12 +190,29 @@ def _flags(figures: Figures, devices: Devices, memory: int) -> Iterator[Advice]:
 
 def _latencies(figures: Figures, devices: Devices, memory: int) -> Iterator[Advice]:
     """What XLA's scheduler goes by."""
-    del devices, memory
+    del memory
     waits = sum(_waits(figures, op) for op in (AllGather.op, ReduceScatter.op))
     if waits and figures.target.platform == "cuda" and figures.latencies == "xla":
         asked = (("latencies", "predicted"),)
         why = f"the device waits {seconds_text(waits)}, which XLA's figures do not tell"
+        why += _of_network(figures, devices)
         yield Advice("latencies predicted", asked, waits, 0, why)
+
+
+def _of_network(figures: Figures, devices: Devices) -> str:
+    """What tells XLA the network's rate alone, where it takes less than the machine's;
+    only the environment can."""
+    gpu, rate = GPUS.get(figures.target.name.partition(":")[0]), figures.target
+    taken = gpu.xla_network if gpu else None
+    if taken is None or taken >= rate.network_bandwidth or slices_of(devices) < 2:
+        return ""
+    if NETWORK_FLAG in set_elsewhere():
+        return ""
+    return (
+        f". It takes {taken / 1e9:g} GB/s of network; "
+        f"XLA_FLAGS=--{NETWORK_FLAG}=nic_speed_gbps={rate.network_bandwidth / 1e9:g} "
+        "tells it more, and compiles once"
+    )
 
 
 RULES: tuple[Callable[[Figures, Devices, int], Iterator[Advice]], ...] = (
