@@ -6,6 +6,8 @@ In: an aval. Out: counts that also hold for values without shape or dtype.
 import math
 from typing import Any
 
+import numpy as np
+
 from shardfn._core.sharding import Axes, Sharding, local_shape, stored_shape
 
 
@@ -25,13 +27,14 @@ def local_bytes(aval: Any, sharding: Sharding, axes: Axes) -> int:
     return math.prod(local_shape(shape, sharding, axes)) * itemsize(aval)
 
 
-KEY_WORD = 4
-"""Bytes of one of the words that a PRNG key is made of."""
-
-
 def is_key_name(dtype: str) -> bool:
     """Whether this is the name of a dtype of PRNG keys."""
     return dtype.startswith("key<")
+
+
+def key_word() -> int:
+    """Bytes of one of the words that a PRNG key is made of."""
+    return np.dtype(np.uint32).itemsize
 
 
 def itemsize(aval: Any) -> int:

@@ -13,6 +13,7 @@ from shardfn._core.constraint import replicate
 from shardfn._core.equation_flops import flops_of
 from shardfn._core.errors import listed, where
 from shardfn._core.limits import LOOP_LIVE, NARROW_SHARE, REPEATED_FLOPS
+from shardfn._core.phases import UPDATE
 from shardfn._core.plan import Apply, BodyPlan
 from shardfn._core.program import Node, Program
 from shardfn._core.sharding import Sharding, Split
@@ -117,7 +118,8 @@ def _found(
             own = nbytes(program.avals[step.source.value])
             if cut.nodes and cut.size <= (1 - NARROW_SHARE) * own:
                 node = program.nodes[cuts.makers[step.source.value].node]
-                yield path, cut, where(node.eqn)
+                if node.during.phase != UPDATE:
+                    yield path, cut, where(node.eqn)
 
 
 @dataclass(slots=True)

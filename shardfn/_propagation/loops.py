@@ -107,15 +107,23 @@ def _scanned(site: FlowSite, i: int) -> Sharding:
 
 
 def _within_slices(
-    split: Split, shape: Sequence[int], state: Sharding, axis: int, axes: Axes
+    split: Split,
+    shape: Sequence[int],
+    state: Sharding,
+    axis: int,
+    axes: Axes,
+    may_pad: bool = False,
 ) -> Split | None:
-    """A split of another dimension than the first, over which a loop goes."""
+    """A split of another dimension than the first, over which a loop goes: of one that
+    the devices divide, or else, if it may be, one that is padded."""
+    padded = None
     for dim in range(1, len(shape)):
         other = replace(of_dim(split, dim), moved=not split.stored)
-        whole = shape[dim] % axes.sizes[axis] == 0
-        if whole and can_split(shape, state, axis, other, axes):
-            return other
-    return None
+        if can_split(shape, state, axis, other, axes):
+            if shape[dim] % axes.sizes[axis] == 0:
+                return other
+            padded = padded or other
+    return padded if may_pad else None
 
 
 def while_loop(site: FlowSite) -> Decision:
@@ -205,10 +213,15 @@ def _of_slices(preferences: Preferences, aval: Any, axes: Axes) -> Preferences:
     slices themselves, another dimension, from which it is exchanged."""
     found = list(_shift_preferences(preferences, -1))
     for axis, opinions in enumerate(preferences):
-        alone = next(iter(opinions), None) if len(opinions) == 1 else None
-        if alone is None or alone.dim not in (0, flat(0)):
+        splits = [split for split in opinions if split is not None]
+        if len(splits) != 1 or splits[0].dim not in (0, flat(0)):
             continue
-        other = _within_slices(alone, aval.shape, axes.replicated, axis, axes)
+        (split,) = splits
+        large = nbytes(aval) > JOINED_BYTES * aval.shape[0]
+        other = _within_slices(
+            *(split, aval.shape, axes.replicated, axis, axes),
+            may_pad=split.stored and large,
+        )
         if other is not None:
             found[axis] = frozenset({_shifted(other, -1)})
     return tuple(found)

@@ -28,7 +28,7 @@ from shardfn._core.plan import (
 from shardfn._core.program import Program
 from shardfn._core.quantized import SCALE_BYTES
 from shardfn._core.sharding import Axes, Sharding, Split
-from shardfn._core.sizes import KEY_WORD, is_key_name
+from shardfn._core.sizes import is_key_name, key_word
 from shardfn._core.step_order import together
 from shardfn.analysis._computed_alike import computed_alike
 from shardfn.analysis._explain import LeafLayout, Operation
@@ -219,7 +219,7 @@ def _moves(
     moved = step.source.value
     names = program.leaf(moved)
     size = math.prod(step.part_shape) * step.itemsize
-    words = step.itemsize // KEY_WORD if is_key_name(step.dtype) else 1
+    words = step.itemsize // key_word() if is_key_name(step.dtype) else 1
     outside = at.runs_outside(moved)
     rounds = at.runs_of_rounds(moved)
     for index, move in communicating_moves(step, axes):

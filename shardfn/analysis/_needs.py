@@ -15,7 +15,7 @@ from shardfn._core.limits import SAME_SIZE
 from shardfn._core.moves import AllReduce, Permute
 from shardfn._core.quantized import SCALE_BITS
 from shardfn._core.sharding import Axes
-from shardfn._core.sizes import KEY_WORD, is_key_name
+from shardfn._core.sizes import is_key_name, key_word
 from shardfn.analysis._hlo import HloCollective
 from shardfn.analysis._line_check import (
     ALL_REDUCED,
@@ -64,7 +64,7 @@ class Need:
     def bytes(self) -> float:
         """Bytes of one element."""
         if is_key_name(self.line.dtype):
-            return KEY_WORD
+            return key_word()
         return jnp.dtype(self.line.dtype).itemsize
 
 

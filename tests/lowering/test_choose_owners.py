@@ -191,3 +191,87 @@ def test_work_of_owners_is_that_of_the_one_with_most():
         work[layers] = plan.work.flops
     decompositions = 2 * 9 * (48**3 + 64**3)
     assert work[9] - work[8] > decompositions
+
+
+def mean_free_step(state, x):
+    """The gradient without its mean over layers goes to the owners."""
+    value, grads = jax.value_and_grad(loss)(state["p"], x)
+    grads = jax.tree.map(lambda g: g - g.mean(0), grads)
+    new = jax.tree.map(lambda p, g: p - 1e-2 * iterated(g), state["p"], grads)
+    return {"p": new}, value
+
+
+def skipped_step(state, x):
+    """As `optax.apply_if_finite` does, whose branches read the gradient, too."""
+    value, grads = jax.value_and_grad(loss)(state["p"], x)
+    fine = jax.tree.reduce(
+        jnp.logical_and, jax.tree.map(lambda g: jnp.isfinite(g).all(), grads)
+    )
+    updates = jax.lax.cond(
+        fine,
+        lambda g: jax.tree.map(iterated, g),
+        lambda g: jax.tree.map(jnp.zeros_like, g),
+        grads,
+    )
+    return {"p": jax.tree.map(lambda p, u: p - 1e-2 * u, state["p"], updates)}, value
+
+
+def looped_step(state, x):
+    """The iteration in a loop, whose products are no weights to be gathered."""
+    value, grads = jax.value_and_grad(loss)(state["p"], x)
+    new = jax.tree.map(
+        lambda p, g: p - 1e-2 * jax.lax.fori_loop(0, 6, lambda i, x: fifth(x), g / 9),
+        state["p"],
+        grads,
+    )
+    return {"p": new}, value
+
+
+def fifth(x):
+    square = x @ x.mT
+    return 1.9 * x + (-1.3 * square + 0.4 * square @ square) @ x
+
+
+def cubed(x):
+    return 1.5 * x - 0.5 * x @ (x.mT @ x)
+
+
+def iterated(g):
+    x = g / (jnp.linalg.norm(g, axis=(-2, -1), keepdims=True) + 1e-6)
+    for _ in range(3):
+        x = cubed(x)
+    return x
+
+
+@pytest.mark.parametrize("step", [mean_free_step, skipped_step, looped_step])
+def test_gradients_that_others_read_too_are_scattered_to_owners(step, monkeypatch):
+    """They were all-reduced in each layer, or gathered in each iteration."""
+    monkeypatch.setattr("shardfn._lowering.choose_owners.STATIONARY_BYTES", 0)
+    monkeypatch.setattr("shardfn._lowering.sent_bytes.LATENCY_BYTES", 0)
+    state = {"p": parameters(16, WIDTH, INNER)}
+    x = jax.random.normal(jax.random.key(1), (8 * WIDTH, WIDTH)) / 4
+    plan, _ = update_lines(step, state, x)
+    matrices = [c for c in plan.collectives if {WIDTH, INNER} <= {*c.shape}]
+    backward = [c for c in matrices if c.phase == "backward"]
+    assert {c.op for c in backward} <= {"psum_scatter", "all_gather"}
+    update = [c for c in matrices if c.phase == "update"]
+    assert {c.op for c in update} == {"all_to_all"}
+    assert sum(c.times for c in update) <= 8, "to the owners and back, in each branch"
+    assert_parity(step, MESH, state, x, min_size=0, tol=1e-4)
+
+
+def test_matrices_that_devices_do_not_divide_are_scattered_to_owners(monkeypatch):
+    """Of 128 x 256 on 6 devices the last has less. Each layer's gradient was summed
+    whole."""
+    monkeypatch.setattr("shardfn._lowering.choose_owners.STATIONARY_BYTES", 0)
+    monkeypatch.setattr("shardfn._lowering.sent_bytes.LATENCY_BYTES", 0)
+    monkeypatch.setattr("shardfn._propagation.loops.JOINED_BYTES", 0)
+    mesh = jax.make_mesh((6,), ("data",), devices=jax.devices()[:6])
+    state = {"p": parameters(24, WIDTH, INNER)}
+    x = jax.random.normal(jax.random.key(1), (6 * WIDTH, WIDTH)) / 4
+    plan = shardfn.fully_shard(newton_schulz_step, mesh, min_size=0).plan(state, x)
+    matrices = [c for c in plan.collectives if {WIDTH, INNER} <= {*c.shape}]
+    backward = [c for c in matrices if c.phase == "backward"]
+    assert {c.op for c in backward} <= {"psum_scatter", "all_gather"}
+    assert plan.work.replicated == 0
+    assert_parity(newton_schulz_step, mesh, state, x, min_size=0, tol=1e-4)
