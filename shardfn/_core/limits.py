@@ -46,11 +46,11 @@ that it carries unreduced and, by themselves, of weights that all iterations sha
 LOOP_LIVE = 2**30
 """Bytes of values that a device may have at once more, for loops to hold more than
 `LOOP_BYTES`, or narrow values to be gathered: 1.3% of an H100's memory, 6% of a TPU
-v5e's. A recurrent network's weights are gathered once and not in each time step, a
-model's of some billions in each microbatch."""
+v5e's. A recurrent network's weights are gathered once, a large model's in each part."""
 
 LOOP_MOST = 2**32
-"""The same if they save `LOOP_WORTH` times as many: 5% of an H100's memory."""
+"""The same if they save `LOOP_WORTH` times as many, or are rows that could be
+exchanged: 5% of an H100's memory."""
 
 LOOP_WORTH = 64
 """Bytes that each of those has to save: at 50 GB/s a GiB of them takes 1.4 seconds."""

@@ -24,7 +24,7 @@ from shardfn._lowering.choose_narrow_gathers import (
 )
 from shardfn._lowering.choose_owners import OwnersChoice, choose_owners
 from shardfn._lowering.choose_stationary import StationaryChoice, choose_stationary
-from shardfn._lowering.replanning import Replanning
+from shardfn._lowering.replanning import Replanning, is_better
 from shardfn._lowering.sent_bytes import Made, sent, uses_of
 from shardfn._propagation.automatic_axes import split_automatically
 from shardfn._propagation.exchange_rows import has_exchanges
@@ -247,12 +247,12 @@ class Planner:
         observe: Observer = unobserved,
     ) -> tuple[Program, BodyPlan]:
         """The program, and its plan with these leaves staying; `whole` as of
-        `propagate`. Rows are exchanged if the step then sends less: one gather may be
-        for several operations, or in front of a loop."""
+        `propagate`. Rows are exchanged if the step sends less so (one gather may be for
+        several operations, or in front of a loop), or would hold too much."""
         made, exchange = self.with_exchanges(stays, whole), True
         if has_exchanges(made[1]):
             other = self.with_exchanges(stays, whole, exchange=False)
-            if sent(*other, self.axes).price < sent(*made, self.axes).price:
+            if is_better(other, made, self.axes):
                 made, exchange = other, False
         if observe is unobserved:
             return made

@@ -29,7 +29,8 @@ from shardfn._propagation.stationary import meets_stationary
 EXCHANGED = Note(
     "propagate",
     f"this sends at least {EXCHANGE_SHARE:.0%} less than to gather rows of the batch, "
-    "or to sum as large terms (limits.EXCHANGE_SHARE, limits.LATENCY_BYTES)",
+    "or to sum as large terms, or less is held at once (limits.EXCHANGE_SHARE, "
+    "limits.LATENCY_BYTES, limits.LOOP_MOST)",
 )
 
 

@@ -171,7 +171,8 @@ def test_the_plan_says_why(bytes_alone: None) -> None:
     places = {c.place for c in plan.collectives if c.op == "all_to_all"}
     why = "".join(map(plan.explain, places))
     assert "this sends at least 20% less than to gather rows of the batch" in why
-    assert "(limits.EXCHANGE_SHARE, limits.LATENCY_BYTES)" in why
+    named = "(limits.EXCHANGE_SHARE, limits.LATENCY_BYTES, limits.LOOP_MOST)"
+    assert named in why
 
 
 def test_no_leaf_moves_otherwise(bytes_alone: None) -> None:
@@ -248,3 +249,44 @@ def test_rows_of_ragged_groups_are_split(
     if sizes == (8,):
         assert {c.op for c in moves} == {"all_to_all"}
         assert not any(c.shape[1] == 32 for c in moves)
+
+
+def test_rows_are_exchanged_where_a_device_would_hold_too_many(
+    bytes_alone, monkeypatch
+) -> None:
+    """In each epoch, where one gather of all would send less."""
+    rows, features, epochs = 48, 40, 8
+
+    def step(w, batch):
+        x, orders = batch
+
+        def epoch(w, order):
+            def loss_fn(w):
+                parts = x[order].reshape(2, -1, features)
+                return jnp.mean(jnp.tanh(parts @ w) ** 2)
+
+            return w - jax.grad(loss_fn)(w), None
+
+        return jax.lax.scan(epoch, w, orders)[0], x.sum()
+
+    mesh = cpu_mesh(4)
+    keys = jax.random.split(jax.random.key(0), epochs)
+    orders = jax.vmap(lambda key: jax.random.permutation(key, rows))(keys)
+    batch = jax.random.normal(jax.random.key(1), (rows, features)), orders
+    w = jax.random.normal(jax.random.key(2), (features, 8)) / 8
+    spec = jax.P("data"), jax.P()
+
+    def moved() -> set[str]:
+        run = shardfn.fully_shard(step, mesh, min_size=0, batch_spec=spec)
+        lines = run.plan(w, batch).collectives
+        return {line.op for line in lines if line.shape[-1:] == (features,)}
+
+    assert "all_gather" in moved()
+    monkeypatch.setattr("shardfn._lowering.replanning.LOOP_MOST", 0)
+    exchanged = moved()
+    assert "all_to_all" in exchanged and "all_gather" not in exchanged
+    run = shardfn.fully_shard(
+        step, mesh, min_size=0, batch_spec=spec, donate=False, stationary=False
+    )
+    found, expected = run(w, batch), jax.jit(step)(w, batch)
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5, atol=1e-6)
