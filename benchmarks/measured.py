@@ -24,6 +24,7 @@ from typing import Any
 import measured_cases as cases
 import measured_kernels
 from criteria_table import markdown
+from host_measured import gib, ms
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "measured.json"
@@ -32,6 +33,7 @@ AHEAD = 3
 STEPS = ("case", "program", "numbers", "measured", "predicted", "measured / predicted")
 OF_OURS = ("of shardfn's, measured", "of shardfn's, predicted")
 MEMORY = ("peak, measured", "peak, compiled")
+OTHERS = "idle", "step, back to back", "compiled in"
 BY_KIND = {"matmul": "matmuls", measured_kernels.SCORES: "scores", "rest": "rest"}
 Row = dict[str, Any]
 
@@ -110,7 +112,8 @@ def steps_table(rows: dict[str, dict[str, Row]]) -> str:
 
 
 def kinds_table(rows: dict[str, dict[str, Row]]) -> str:
-    """One traced step by kind of kernel, measured over predicted."""
+    """One traced step by kind of kernel, measured over predicted; what a step takes if
+    several are started one behind the other; what compiling took."""
     head = ["case", "program"]
     for name in BY_KIND.values():
         head += [f"{name}, measured", "/ predicted"]
@@ -123,17 +126,21 @@ def kinds_table(rows: dict[str, dict[str, Row]]) -> str:
             for kind in BY_KIND:
                 found, said = row["measured_by"][kind], row["predicted_by"].get(kind, 0)
                 cells += [ms(found), f"{found / said:.2f}" if said else ""]
-            lines.append((*cells, ms(row["measured_by"]["idle"])))
-    return markdown((*head, "idle"), lines)
+            idle, together = row["measured_by"]["idle"], row["together"]
+            cells += [ms(idle), ms(together), f"{row['compile_s']:.1f} s"]
+            lines.append(tuple(cells))
+    return markdown((*head, *OTHERS), lines)
 
 
-def ms(seconds: float) -> str:
-    return f"{1e3 * seconds:,.1f} ms"
-
-
-def gib(size: int | None) -> str:
-    """Devices such as CPUs do not say what they hold."""
-    return "" if size is None else f"{size / 2**30:,.2f} GiB"
+def losses(rows: dict[str, dict[str, Row]]) -> str:
+    """The losses after all steps, where they are of numbers of training."""
+    lines = []
+    for case, programs in rows.items():
+        found = {n: r["loss"] for n, r in programs.items() if r.get("loss") is not None}
+        if cases.devices_of(case) == 1 and found:
+            each = ", ".join(f"{loss:.6f} ({name})" for name, loss in found.items())
+            lines.append(f"Losses of {case}: {each}.")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -161,7 +168,7 @@ def main() -> None:
         (r["kind"], r["jax"]) for p in shown.values() for r in p.values() if "jax" in r
     }
     print("; ".join(f"one {kind}, JAX {version}" for kind, version in sorted(kinds)))
-    print(f"\n{steps_table(shown)}\n\n{kinds_table(shown)}")
+    print(f"\n{steps_table(shown)}\n\n{kinds_table(shown)}\n\n{losses(shown)}")
 
 
 if __name__ == "__main__":

@@ -51,8 +51,8 @@ class PlanCommand:
     arguments that returns a step and its arguments. The step may be plain, or made by
     `fully_shard`; the arguments arrays or `jax.ShapeDtypeStruct`s."""
     target: str | None = None
-    """What to compile for, such as `h100:64` or
-    `tpu:v5p:4x4x4`. Without it only the plan is printed, on the step's own mesh."""
+    """What to compile for, such as `h100:64` or `tpu:v5p:4x4x4`. Without it only the
+    plan is printed, on the step's own mesh."""
     mesh_shape: tuple[int, ...] | None = None
     """Sizes of the mesh axes on the target, if there are several."""
     html: Path | None = None
@@ -72,8 +72,7 @@ class TuneCommand:
     arguments that returns a step and its arguments. The step may be plain, or made by
     `fully_shard`; the arguments arrays or `jax.ShapeDtypeStruct`s."""
     target: str
-    """What to compile for, such as `h100:64` or
-    `tpu:v5p:4x4x4`."""
+    """What to compile for, such as `h100:64` or `tpu:v5p:4x4x4`."""
     memory: str | None = None
     """What a step may take on each device, such as `70GiB`; the target's if left
     out."""

@@ -202,15 +202,15 @@ def _latencies(figures: Figures, devices: Devices, memory: int) -> Iterator[Advi
 def _of_network(figures: Figures, devices: Devices) -> str:
     """What tells XLA the network's rate alone, where it takes less than the machine's;
     only the environment can."""
-    gpu, rate = GPUS.get(figures.target.name.partition(":")[0]), figures.target
-    taken = gpu.xla_network if gpu else None
-    if taken is None or taken >= rate.network_bandwidth or slices_of(devices) < 2:
+    gpu = GPUS.get(figures.target.name.partition(":")[0])
+    taken, there = gpu and gpu.xla_network, figures.target.network_bandwidth
+    if taken is None or taken >= there or slices_of(devices) < 2:
         return ""
     if NETWORK_FLAG in set_elsewhere():
         return ""
     return (
         f". It takes {taken / 1e9:g} GB/s of network; "
-        f"XLA_FLAGS=--{NETWORK_FLAG}=nic_speed_gbps={rate.network_bandwidth / 1e9:g} "
+        f"XLA_FLAGS=--{NETWORK_FLAG}=nic_speed_gbps={there / 1e9:g} "
         "tells it more, and compiles once"
     )
 
