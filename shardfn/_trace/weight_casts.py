@@ -35,7 +35,8 @@ def take_out_casts(program: Program) -> Program:
     Returns:
       The program; the same one if there is nothing to take out.
     """
-    taken = _Taken(list(program.avals), list(program.leaves))
+    named = {value for value in program.inputs if program.leaf(value)}
+    taken = _Taken(list(program.avals), list(program.leaves), named)
     nodes = [_inside(node) for node in program.nodes]
     casts = (key for node in nodes if node.kind == "remat" for key in _casts(node))
     shared = {key for key, count in Counter(casts).items() if count > 1}
@@ -69,17 +70,22 @@ class _Taken:
     Attributes:
       avals: of its values.
       leaves: their names.
+      weights: those that are weights, or made of nothing else.
       nodes: its nodes so far.
       made: by equation and operands, what they make.
     """
 
     avals: list[Any]
     leaves: list[Names]
+    weights: set[int]
     nodes: list[Node] = field(default_factory=list)
     made: dict[tuple[Any, ...], int] = field(default_factory=dict)
 
     def add(self, node: Node) -> None:
         self.nodes.append(node)
+        values = {atom for atom in node.inputs if isinstance(atom, int)}
+        if node.kind == "op" and not node.eqn.effects and values <= self.weights:
+            self.weights.update(node.outputs)
         if node.kind == "op" and len(node.outputs) == 1:
             self.made.setdefault(_key(node, node.inputs), node.outputs[0])
 
@@ -132,7 +138,8 @@ def _looped(loop: Node, taken: _Taken) -> Node:
         for i in region.constants
         if isinstance(atom := loop.inputs[region.operands[i]], int)
     }
-    body, more = _without_casts(body, constants, taken)
+    made = {value for value, atom in constants.items() if atom in taken.weights}
+    body, more = _without_casts(body, constants, taken, made=made)
     if not more:
         return loop
     at, count = region.constants.stop, len(more)
@@ -157,6 +164,7 @@ def _without_casts(
     constants: Mapping[int, int],
     taken: _Taken,
     only: Set[_Key] | None = None,
+    made: Set[int] = frozenset(),
 ) -> tuple[Program, list[tuple[int, int]]]:
     """A body that is given what it would make of constants alone.
 
@@ -165,12 +173,13 @@ def _without_casts(
       constants: the values that are constants, and what they are outside.
       taken: what is outside.
       only: of what it makes of `constants`, what to take out; all if not given.
+      made: the constants that are made of weights alone, named or not.
 
     Returns:
       The body, and its values that are to be its inputs, with what they are outside.
     """
     outside, filled = dict(constants), dict[int, Node]()
-    weights = {value for value in constants if body.leaf(value)}
+    weights = {value for value in constants if body.leaf(value)} | made
     avals, leaves = list(body.avals), list(body.leaves)
     nodes: list[Node] = []
     more: list[tuple[int, int]] = []
@@ -199,7 +208,8 @@ def _without_casts(
         if node.kind == "remat" and only is None:
             (inner,), entering = node.bodies, _entering(node)
             known = {v: outside[a] for v, a in entering.items() if a in outside}
-            inner, given = _without_casts(inner, known, taken)
+            of_weights = {v for v, a in entering.items() if a in weights}
+            inner, given = _without_casts(inner, known, taken, made=of_weights)
             if given:
                 new = range(len(avals), len(avals) + len(given))
                 avals += [inner.avals[value] for value, _ in given]

@@ -132,6 +132,32 @@ def antisymmetric(state: Any) -> jax.Array:
     return state["w"] - state["w"].T
 
 
+def test_a_norm_in_front_of_a_remat_is_a_weight_inside() -> None:
+    """The remat is given a norm that the loop has made, and the weight."""
+
+    def step(state: Any, x: jax.Array) -> Any:
+        def loss_fn(w: jax.Array) -> jax.Array:
+            @jax.checkpoint
+            def one(x: jax.Array, size: jax.Array) -> jax.Array:
+                return jnp.tanh(x @ (w / size))
+
+            def body(x: jax.Array, _: None) -> Any:
+                return one(x, 1 + jnp.linalg.norm(state["v"], axis=0)), None
+
+            return jnp.sum(lax.scan(body, x, length=ROUNDS)[0])
+
+        loss, grad = jax.value_and_grad(loss_fn)(state["w"])
+        return {**state, "w": state["w"] - grad / 64}, loss
+
+    case = sharded(step)
+    gathers = [line for line in case.plan.collectives if line.op == "all_gather"]
+    assert {line.times for line in gathers if line.shape == SHAPES["w"]} == {1}
+    rng = np.random.default_rng(2)
+    state = {k: jnp.asarray(rng.normal(size=s) / 4) for k, s in SHAPES.items()}
+    x = jnp.asarray(rng.normal(size=(8, 16)), jnp.float32)
+    assert_steps_alike(step, case.step, state, x)
+
+
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("make", [normed, masked, antisymmetric])
 def test_what_is_made_of_weights_alone_is_gathered_once(make: Any, remat: bool) -> None:
