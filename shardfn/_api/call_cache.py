@@ -208,7 +208,7 @@ class Ready:
             if is_placed(x, sharding, is_scalar):
                 placed.append(x)
             else:
-                placed.append(jax.device_put(x, sharding))
+                placed.append(compat.put(x, sharding))
                 if type(x) in compat.CONCRETE_ARRAYS:  # it may have the same buffers
                     mark_seen(placed[-1], like=x)
         return placed

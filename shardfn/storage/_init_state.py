@@ -54,11 +54,11 @@ def _on_devices(args: Any, shardings: Sequence[Sharding]) -> Any:
     """`args`, on every device that takes part: moved there as the caller's own, so that
     `jax.transfer_guard` has no objection."""
     meshes = {s.mesh for s in shardings if isinstance(s, NamedSharding)}
-    if len(meshes) != 1 or processes.count() > 1:
+    if len(meshes) != 1:
         return args
     everywhere = NamedSharding(meshes.pop(), PartitionSpec())
     return jax.tree.map(
-        lambda x: jax.device_put(x, everywhere) if isinstance(x, jax.Array) else x, args
+        lambda x: compat.put(x, everywhere) if isinstance(x, jax.Array) else x, args
     )
 
 

@@ -5,11 +5,19 @@ and contexts in which JAX takes them.
 """
 
 import contextlib
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import (
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    SingleDeviceSharding,
+)
 
 from shardfn._core import compat
 from shardfn._core.memories import DEVICE, is_on_host, space_of
@@ -54,6 +62,20 @@ def on_mesh_of(x: Any) -> contextlib.AbstractContextManager[Any]:
         case SingleDeviceSharding() as one:
             return jax.set_mesh(only(one))
     return contextlib.nullcontext()
+
+
+def on_each(x: Any) -> Any:
+    """An array of a mesh, whole on every device: that on the first one of this process.
+    Others stay as they are."""
+    if not isinstance(x, jax.Array) or not isinstance(x.sharding, NamedSharding):
+        return x
+    assert isinstance(x.sharding.mesh, Mesh)
+    return _replicated(x.sharding.mesh)(x).addressable_data(0)
+
+
+@functools.lru_cache(maxsize=64)
+def _replicated(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def moved(x: Any, device: SingleDeviceSharding) -> Any:

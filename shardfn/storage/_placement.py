@@ -4,7 +4,6 @@ In: pytrees as users hold them. Out: arrays as stored, and whole ones again.
 """
 
 import contextlib
-import functools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,7 +13,6 @@ import jax.numpy as jnp
 from jax.sharding import (
     Mesh,
     NamedSharding,
-    PartitionSpec,
     SingleDeviceSharding,
 )
 
@@ -27,6 +25,7 @@ from shardfn.storage._mesh_context import (
     automatic,
     is_placed_on,
     moved,
+    on_each,
     on_mesh_of,
     only,
 )
@@ -87,14 +86,14 @@ class Storage(StoredLayout):
                 x = to_stored(jnp.asarray(x), sharding, self.axes)
             # Donating the placed leaf must not take the caller's buffer.
             x = jnp.copy(x) if isinstance(x, jax.Array) else x
-        return jax.device_put(x, aval.sharding)
+        return compat.put(x, aval.sharding)
 
     def place_whole(self, x: Any, leaf: Leaf, sharding: Sharding) -> Any:
         """A leaf for a step that is traced: a tracer, or an array on the mesh."""
         if compat.is_traced(x):
             return x
         x = x.whole() if isinstance(x, StoredArray) else x
-        return jax.device_put(x, self.whole_aval(leaf, sharding).sharding)
+        return compat.put(x, self.whole_aval(leaf, sharding).sharding)
 
     def as_leaves(self, arrays: Sequence[Any], leaves: Sequence[Leaf]) -> list[Any]:
         """Stored arrays as the leaves that they store."""
@@ -135,30 +134,24 @@ class Storage(StoredLayout):
             if type(x) in compat.CONCRETE_ARRAYS and x.sharding.mesh != mesh
         )
 
-    def whole_on(self, process: int, states: tuple[Any, ...]) -> Any:
-        """Stored states with every leaf whole on a device of one process, None on
-        others. Leaf by leaf, every device holds one whole leaf for a moment."""
-        if process not in range(processes.count()):
+    def whole_on(self, process: int | None, states: tuple[Any, ...]) -> Any:
+        """Stored states with every leaf whole on a device of one process, or of each if
+        none is named; None on others. Leaf by leaf, every device holds one whole leaf
+        for a moment."""
+        if process is not None and process not in range(processes.count()):
             raise ShardingError(
                 f"there is no process {process!r} to put the state together on.\n"
                 f"{called()}Pass one of 0 to {processes.count() - 1}."
             )
         leaves, treedef = self.leaves(states)
-        everywhere = functools.cache(
-            lambda mesh: jax.jit(
-                lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec())
-            )
-        )
+        is_here = process is None or processes.index() == process
         arrays = []
         stored = map(stored_array, jax.tree.leaves(states))
         for x, leaf in zip(stored, leaves, strict=True):
-            if isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding):
-                x = everywhere(x.sharding.mesh)(x).addressable_data(0)
-            if processes.index() == process:
+            x = on_each(x)
+            if is_here:
                 arrays.append(to_whole(x, leaf.aval.shape))
-        if processes.index() != process:
-            return None
-        return jax.tree.unflatten(treedef, arrays)
+        return jax.tree.unflatten(treedef, arrays) if is_here else None
 
     def whole(self, states: tuple[Any, ...]) -> Any:
         """Stored states with every leaf whole on the first device of the mesh."""
@@ -197,7 +190,7 @@ class Storage(StoredLayout):
             if compat.is_traced(x) or is_placed(x, named, is_scalar):
                 placed.append(x)
             else:
-                placed.append(jax.device_put(x, named))
+                placed.append(compat.put(x, named))
         return placed
 
 

@@ -18,11 +18,13 @@ from shardfn._api.fully_shard import fully_shard
 from shardfn._api.options import Options
 from shardfn._api.sharded_step import ShardedStep
 from shardfn._api.validate import check_step
+from shardfn._core import processes
 from shardfn._core.errors import call_site, calling
 from shardfn._core.limits import DECIDED_BY_ROUNDING, ROUNDING_FACTOR
 from shardfn._core.sharding import show
 from shardfn._core.shown_limits import SHOWN_LEAVES
 from shardfn._core.static_leaves import close_static
+from shardfn.storage._mesh_context import on_each
 from shardfn.testing._compare import Snapshot, differences, snapshot
 from shardfn.testing._next_arguments import NextArguments
 from shardfn.testing._rounding_noise import Noise, noise
@@ -44,7 +46,8 @@ def assert_parity(
 
     Runs both from the same state, the plain step under `jax.jit` on one device, and
     compares every result of every step: structure, shapes, dtypes and values. The whole
-    state has to fit on one device: take a small model.
+    state has to fit on one device: take a small model. If several processes have the
+    devices, all call it with the same arguments, and each compares all.
 
     Rounding alone may decide a leaf: one whose true gradient is zero (the bias in front
     of a batch norm) has a gradient of nothing but rounding errors, and Adam divides it
@@ -114,14 +117,14 @@ def assert_parity(
         by_rounding = functools.partial(noise, plain, start, then.after, k + 1)
         decided |= _assert_same(
             snapshot(then.others(expected)),
-            snapshot(then.others(got)),
+            snapshot(_here(then.others(got))),
             f"{at}, results",
             tol=tol,
             moved=functools.partial(by_rounding, then.others),
         )
         decided |= _assert_same(
             snapshot(then.states(expected)),
-            snapshot(close_static(sharded.unshard(then.states(got)))),
+            snapshot(close_static(_whole(sharded, then.states(got)))),
             f"{at}, state",
             tol=tol,
             ignore=ignore,
@@ -275,6 +278,20 @@ def _check_names(options: Mapping[str, Any]) -> None:
                 f"  assert_parity was called at {call_site()}\n"
                 f"{meant}It takes {', '.join(own)} and the options of fully_shard."
             )
+
+
+def _whole(step: ShardedStep, states: Any) -> Any:
+    """Stored states put together: with several processes, on a device of each."""
+    if len(processes.of(step.mesh.devices.flat)) == 1:
+        return step.unshard(states)
+    return step.storage.whole_on(None, (states,))[0]
+
+
+def _here(results: Any) -> Any:
+    """Results as this process can read them: those of several processes, whole."""
+    return jax.tree.map(
+        lambda x: x if getattr(x, "is_fully_addressable", True) else on_each(x), results
+    )
 
 
 def _next_arguments(step: ShardedStep, args: Sequence[Any]) -> NextArguments:

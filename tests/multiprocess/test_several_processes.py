@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -106,6 +107,20 @@ def test_they_compute_what_one_device_does(count: int, tmp_path: Path) -> None:
         restored = checkpoints.restore(first)
     for k in ("even", "flat", "long", "padded", "count"):
         np.testing.assert_allclose(restored[k], first[k], rtol=1e-5, atol=1e-6)
+
+
+def test_they_take_what_each_has_on_its_own_device(tmp_path: Path) -> None:
+    found = run(2, "given", tmp_path)
+    _, second, loss = plain()
+    sums = {k: float(jnp.abs(second[k]).sum()) for k in ("flat", "long")}
+    assert [process["sums"] for process in found] == [pytest.approx(sums, 1e-5), None]
+    for process in found:
+        assert process["loss"] == pytest.approx(loss, rel=1e-5)
+        assert re.fullmatch(
+            r"train_step over {'data': 2}, step 1, state, leaf \w+ \(float32 [x\d]+\): "
+            r"relative error .*",
+            process["unequal"],
+        ), process["unequal"]
 
 
 def test_processes_that_differ_say_so(tmp_path: Path) -> None:

@@ -35,6 +35,9 @@ from shardfn._core.compat.arrays import (
     is_traced as is_traced,
 )
 from shardfn._core.compat.arrays import (
+    put as put,
+)
+from shardfn._core.compat.arrays import (
     register_array as register_array,
 )
 from shardfn._core.compat.arrays import (

@@ -112,6 +112,25 @@ def with_weak_type(x: jax.Array, weak: bool) -> jax.Array:
     return out
 
 
+def put(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+    """`x` on the devices of a sharding, as `jax.device_put` does it.
+
+    If other processes have some of the devices, each process gives all of `x`, and it
+    goes there from the host. Of arrays on a process's own devices JAX 0.10 to 0.12
+    refuses those that are committed to them, and keys, and makes arrays whose shards
+    cannot be read of others, if each process has one device.
+    """
+    if sharding.is_fully_addressable or not isinstance(x, jax.Array):
+        return jax.device_put(x, sharding)
+    if is_key(x.dtype):
+        words, impl = jax.random.key_data(x), jax.random.key_impl(x)
+        return jax.random.wrap_key_data(put(words, sharding), impl=impl)
+    if not x.is_fully_addressable:
+        return jax.device_put(x, sharding)
+    placed = jax.device_put(jax.device_get(x), sharding)
+    return with_weak_type(placed, x.weak_type)  # pyright: ignore
+
+
 def is_key(dtype: Any) -> bool:
     """Whether this is the dtype of PRNG keys."""
     return jnp.issubdtype(dtype, jax.dtypes.prng_key)
