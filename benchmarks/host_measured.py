@@ -1,10 +1,13 @@
 """Steps with leaves of the state in the memory of the host, run on the devices of this
 machine, one GPU or several: seconds of a step with and without, and what the device
-held at most. Each program runs in a process of its own. Rows are kept in `results/`.
+held at most, as measured and as predicted. Each program runs in a process of its own.
+Rows are kept in `results/`.
 
     python benchmarks/host_measured.py                 # GPT-1.3B, all devices here
     python benchmarks/host_measured.py --layers 8 --devices 1
     python benchmarks/host_measured.py --tiny          # tries it out, on CPUs, too
+    python benchmarks/host_measured.py --kept          # the tables; measures nothing
+    python benchmarks/host_measured.py --predict h200:1      # needs the extra `aot`
 """
 
 import argparse
@@ -38,7 +41,7 @@ PROGRAMS: dict[str, dict[str, Any]] = {
 TINY = Model("gpt", 2, 128, 2, 64, 512, 512, 16, rows=1)
 COLUMNS = (
     *("model", "devices", "on the host", "measured step", "fastest and slowest"),
-    *("measured device peak", "offloaded"),
+    *("predicted step", "measured peak", "predicted peak", "offloaded"),
 )
 Row = dict[str, Any]
 
@@ -100,11 +103,31 @@ def measured_table(rows: Mapping[str, Row]) -> str:
                 program,
                 ms(statistics.median(seconds)),
                 " to ".join(map(ms, ends)),
+                ms(row["predicted"]) if "predicted" in row else "",
                 gib(row["peak"]),
+                gib(row["predicted_peak"]) if "predicted_peak" in row else "",
                 gib(row["host"]),
             ]
 
     return table(COLUMNS, lines())
+
+
+def predict(path: Path, target: str) -> None:
+    """Adds to kept rows what `step.on` says of their programs on a machine like that
+    they were measured on."""
+    from host_memory import report_of
+
+    rows = json.loads(path.read_text())
+    for program, row in rows.items():
+        report = report_of(Model(**row["model"]), target, program)
+        row["predicted"] = report.step_seconds
+        row["predicted_peak"] = report.memory.peak
+    path.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def file_of(kind: str) -> Path:
+    """Where rows of a kind of device are kept."""
+    return RESULTS / re.sub(r"\W+", "-", kind.lower()) / "host-measured.json"
 
 
 def ms(seconds: float) -> str:
@@ -122,6 +145,8 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=0, help="default: all here")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--tiny", action="store_true", help="a toy; no row is kept")
+    parser.add_argument("--kept", action="store_true", help="measures nothing")
+    parser.add_argument("--predict", metavar="TARGET", help="of kept rows")
     parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
@@ -130,11 +155,18 @@ def main() -> None:
         print(json.dumps(measure(model, int(devices), program, int(steps))))
         return
     model = TINY if args.tiny else dataclasses.replace(GPT_1B, layers=args.layers)
+    if args.predict:
+        chip = args.predict.partition(":")[0]
+        for path in RESULTS.glob(f"*{chip}/host-measured.json"):
+            predict(path, args.predict)
+    if args.predict or args.kept:
+        for path in sorted(RESULTS.glob("*/host-measured.json")):
+            print(measured_table(json.loads(path.read_text())))
+        return
     rows = {p: run(model, args.devices, p, args.steps) for p in PROGRAMS}
     found = [row for row in rows.values() if "error" not in row]
     if found and not args.tiny:
-        kind = re.sub(r"\W+", "-", found[0]["kind"].lower())
-        path = RESULTS / kind / "host-measured.json"
+        path = file_of(found[0]["kind"])
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(rows, indent=1) + "\n")
     print(measured_table(rows))

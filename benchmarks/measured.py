@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,17 +72,17 @@ class Program:
         return json.loads(self.out.read_text())
 
 
-def measure(wanted: list[tuple[str, str]], steps: int) -> dict[str, dict[str, Row]]:
-    """Rows of programs, by case and program."""
-    rows: dict[str, dict[str, Row]] = {}
+def measure(
+    wanted: list[tuple[str, str]], steps: int
+) -> Iterator[tuple[str, str, Row]]:
+    """Rows of programs, with case and program, each as soon as it is there."""
     with tempfile.TemporaryDirectory() as folder:
         ahead: list[Program] = []
         for at, (case, program) in enumerate(wanted):
             for name in wanted[at + len(ahead) : at + AHEAD]:
                 ahead.append(Program(*name, steps, Path(folder)))
             print(f"{case}: {program}", file=sys.stderr, flush=True)
-            rows.setdefault(case, {})[program] = ahead.pop(0).row()
-    return rows
+            yield case, program, ahead.pop(0).row()
 
 
 def seconds_of(row: Row) -> float:
@@ -158,12 +159,11 @@ def main() -> None:
         for program in cases.programs_of(case)
         if given.rerun or program not in kept.get(case, {})
     ]
-    for case, found in measure([] if given.kept else wanted, given.steps).items():
-        kept[case] = kept.get(case, {}) | found
-    own = {name: rows for name, rows in kept.items() if name not in cases.TINY}
-    if not given.kept and own:
+    for case, program, row in measure([] if given.kept else wanted, given.steps):
+        kept.setdefault(case, {})[program] = row
+        own = {name: kept[name] for name in cases.NAMES if name in kept}
         RESULTS.write_text(json.dumps(own, indent=1) + "\n")
-    shown = {name: kept[name] for name in given.case or own if name in kept}
+    shown = {name: kept[name] for name in given.case or cases.NAMES if name in kept}
     kinds = {
         (r["kind"], r["jax"]) for p in shown.values() for r in p.values() if "jax" in r
     }

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import shardfn
+from shardfn.storage import _orbax_items
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -90,3 +91,17 @@ def test_contributors_are_sent_to_what_is_there() -> None:
         r"`((?:storage|analysis|_core|_schedule)/[\w/]+\.py)`", text
     ):
         assert (package / name).exists(), name
+
+
+def test_an_older_orbax_is_refused() -> None:
+    (orbax,) = PROJECT["project"]["optional-dependencies"]["checkpoint"]
+    assert orbax == f"orbax-checkpoint>={_orbax_items.OLDEST_ORBAX}"
+    for version in (_orbax_items.OLDEST_ORBAX, "0.12.10", "0.13.0rc1", "1.0"):
+        _orbax_items.check_version(version)
+    for version in ("0.12.4", "0.11.40"):
+        with pytest.raises(ImportError) as error:
+            _orbax_items.check_version(version)
+        assert str(error.value) == (
+            f"orbax-checkpoint {version} is too old to save states with shardfn.\n"
+            "Install 0.12.5 or newer: pip install --upgrade orbax-checkpoint"
+        )

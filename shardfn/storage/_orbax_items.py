@@ -7,6 +7,7 @@ disk, how they differ, and the items, arguments and options of Orbax.
 import contextlib
 import dataclasses
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,26 @@ from shardfn.storage._key_words import from_words, in_words, words_of
 from shardfn.storage._orbax_handler import StoredRestoreArgs, registry
 from shardfn.storage._padded_leaves import on_devices
 from shardfn.storage._residual_rows import absent, shape_saved
+
+OLDEST_ORBAX = "0.12.5"
+"""The first whose specification of an array on disk names its dtype. By that of 0.12.4
+nothing is written."""
+
+
+def check_version(installed: str) -> None:
+    """Raises an ImportError if Orbax is older than what is needed."""
+    have, need = (
+        [int(n) for n in re.findall(r"\d+", version)[:3]]
+        for version in (installed, OLDEST_ORBAX)
+    )
+    if have < need:
+        raise ImportError(
+            f"orbax-checkpoint {installed} is too old to save states with shardfn.\n"
+            f"Install {OLDEST_ORBAX} or newer: pip install --upgrade orbax-checkpoint"
+        )
+
+
+check_version(ocp.__version__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,29 @@ def test_the_page_shows_the_rows() -> None:
     assert measured.kinds_table(ROWS) in page
 
 
+def test_a_state_on_the_host_leaves_the_device_as_predicted() -> None:
+    import host_measured
+
+    page = (BENCHMARKS / "README.md").read_text()
+    rows = json.loads(host_measured.file_of("NVIDIA H200").read_text())
+    assert set(rows) == set(host_measured.PROGRAMS)
+    assert host_measured.measured_table(rows) in page
+    for row in rows.values():
+        assert row["peak"] == pytest.approx(row["predicted_peak"], rel=0.015)
+
+
+def test_processes_on_a_gpu_computed_the_plain_steps() -> None:
+    import parity_measured
+
+    page = (BENCHMARKS / "README.md").read_text()
+    path = parity_measured.RESULTS / "nvidia-h200" / "parity.json"
+    rows = json.loads(path.read_text())
+    assert parity_measured.table(rows) in page
+    for row in rows:
+        assert "error" not in row and not row["decided"]
+        assert row["processes"] > 1
+
+
 def test_a_process_tells_its_number_and_its_host() -> None:
     from stand_ins import topology_of
 

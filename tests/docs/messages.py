@@ -21,6 +21,7 @@ PUBLIC_ERRORS = (
     "DamagedCheckpointError",
     "LoadError",
     "FileNotFoundError",
+    "ImportError",
 )
 # Messages that another function returns.
 RETURNED = {
