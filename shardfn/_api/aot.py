@@ -77,7 +77,7 @@ def report_on(
         memory=memory_of(compiled),
         flops=count_flops(traced.jaxpr.jaxpr),
         timeline=play(text, rates_of(target, storage.mesh)),
-        compiler_options=tuple(programs.options.items()),
+        compiler_options=tuple(programs.options(planned).items()),
         latencies=programs.latencies,
     )
     devices = tuple(storage.mesh.devices.flat)

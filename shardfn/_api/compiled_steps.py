@@ -40,6 +40,7 @@ from shardfn._lowering.heap import heap_of
 from shardfn._lowering.planned_program import Planned
 from shardfn._lowering.shard_map import on_mesh
 from shardfn._lowering.xla_options import Asked, compiler_options
+from shardfn._schedule.order_gathers import orders_gathers
 from shardfn._schedule.peak_bytes import Heap
 from shardfn._trace.purity import calls_the_host
 from shardfn.storage._placement import Storage
@@ -120,17 +121,17 @@ class Programs:
             )
         return choice
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """The compiler's options."""
+    def options(self, planned: Planned | None = None) -> dict[str, Any]:
+        """The compiler's options; for a plan, those that it asks for, too."""
         devices = tuple(self.storage.given.devices.flat)
         quantizes = self.storage.control.quantizes_gathers
-        return compiler_options(devices, self.asked, quantizes)
+        in_turn = planned is not None and orders_gathers(planned.body)
+        return compiler_options(devices, self.asked, quantizes, in_turn)
 
     @property
     def heap(self) -> Heap:
         """How their compiler uses memory."""
-        heap = heap_of(tuple(self.storage.given.devices.flat), self.options)
+        heap = heap_of(tuple(self.storage.given.devices.flat), self.options())
         return replace(heap, donates=self.donate)
 
     def jitted(
@@ -151,7 +152,7 @@ class Programs:
         compiled as its own call says, and leaves that are stored padded come and go
         `whole`.
         """
-        options = {} if whole else self.options
+        options = {} if whole else self.options()
         shapes = tuple((leaf.aval.shape, leaf.auto) for leaf in leaves)
         donated = (0,) if self.donate and not compat.checks_values() else ()
         kinds = tuple((leaf.aval.shape, leaf.aval.dtype) for leaf in batch[0])
@@ -160,7 +161,9 @@ class Programs:
         storage = self.storage
         if key not in self._jitted:
 
-            def run(donated: Any, given: tuple[Any, ...]) -> Any:
+            def planned_for(
+                donated: Any, given: tuple[Any, ...]
+            ) -> tuple[Planned, Sequence[Any], Rest]:
                 stored, caches = donated if meaning.caches else (donated, ())
                 given, fixed = given if meaning.read_only else (given, ())
                 stored, rest = (*stored, *fixed), joined(given, caches, meaning)
@@ -169,6 +172,10 @@ class Programs:
                     for x, leaf in zip(stored, leaves, strict=True)
                 ]
                 planned = self.planned(tuple(named), treedef, rest)
+                return planned, stored, rest
+
+            def run(donated: Any, given: tuple[Any, ...]) -> Any:
+                planned, stored, rest = planned_for(donated, given)
                 program = on_mesh(planned, storage.mesh, storage.given, whole)
                 out = program(*stored, *jax.tree.leaves(rest))
                 return planned.traced.returned(out)
@@ -179,6 +186,8 @@ class Programs:
                 given = options or None
                 return jax.jit(run, donate_argnums=donated, compiler_options=given)
 
+            if not whole:
+                options = self.options(planned_for(*run_on)[0])
             if not whole and are_predicted(self.latencies, storage.mesh):
                 lowered = self.lowered(jitted(options).trace(*run_on), leaves)
                 options |= predicted_latencies(lowered, storage.mesh)

@@ -115,7 +115,7 @@ class ShardedStep(ReportMethods, Generic[P, R]):
     @property
     def compiler_options(self) -> dict[str, Any]:
         """XLA's options, set by `fully_shard` and by the user there; on CPUs his."""
-        return self.programs.options
+        return self.programs.options()
 
     # Running
 

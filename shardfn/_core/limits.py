@@ -1,8 +1,7 @@
 """Thresholds that decide what shardfn does, each with its unit and its reason.
 
 In: nothing. Out: numbers. Those of plans come first, in the order in which a step
-passes them; a plan names the ones that decided a line. A measurement stands where there
-is one.
+passes them; a plan names the ones that decided a line.
 """
 
 from fractions import Fraction
@@ -123,8 +122,8 @@ that instead: every device then makes all of the weight, not a part."""
 # Which rows that a step makes are split
 
 GENERATED_FLOPS = 2**30
-"""FLOPs that a device has on whole rows which the step itself makes, from which on it
-is tried to split these: fewer take microseconds."""
+"""FLOPs of a device on whole rows that the step itself makes, from which on splitting
+these is tried: fewer take microseconds."""
 
 GENERATED_SHARE = 0.2
 """The part of a device's FLOPs that these have to be, too, and the part of the time, by
@@ -135,10 +134,9 @@ GENERATED_TRIALS = 8
 behind them first: each trial plans the step once more."""
 
 REPEATED_FLOPS = 16384
-"""FLOPs that a device computes while it sends a byte, where rows that a step makes
-by itself are split or not, and products of terms made whole or in parts. An H100 that
-keeps 60% of its 989 TFLOP/s computes 12,000 while it sends one at 50 GB/s, a v5p about
-2,000; with more, it has to be faster on both."""
+"""FLOPs that a device computes while it sends a byte, where rows that a step makes by
+itself are split or not. An H100 that keeps 60% of its 989 TFLOP/s computes 12,000 while
+it sends one at 50 GB/s, a v5p about 2,000; with more, it has to be faster on both."""
 
 # What is quantized on the wire
 
@@ -155,34 +153,38 @@ as many elements to a scale are 1.5% more bytes with blocks of 128."""
 
 KEPT_SHARE = Fraction(1, 10)
 """The most that weights kept for a later use in the same pass may be of what is
-gathered in between, in bytes. Kept like that, the table of a tied GPT of 1.3B on 8
-H100s makes it send 2.554 M instead of 2.622 M, in the same 5.01 GiB of temporary
-memory."""
+gathered in between, in bytes. With its tied table kept like that, GPT-1.3B on 8 H100s
+sends 2.554 M instead of 2.622 M, in as much memory."""
 
 CHAINED_BYTES = 2**20
-"""Bytes from which on a gradient, or another term of a sum, is worth a place of its own
-in the order of the backward pass; smaller ones move when, and together with what, the
-compiler likes. Chained, the gradients of 8 unrolled layers of 1024 x 4096 on 8 H100s
-take 59.8 MiB of temporary memory instead of 144.0."""
+"""Bytes from which on a gradient, a term or a weight is worth a place of its own in the
+order of moves; smaller ones move when the compiler likes. Chained, the gradients of 8
+unrolled layers of 1024 x 4096 on 8 H100s take 59.8 MiB instead of 144.0."""
 
 SUMS_FLOPS = 8192
-"""FLOPs that a device computes in a loop's iteration for each byte of its sums, from
-which on all of these end in it. A layer of a transformer that is computed twice has
-about 3 for each token of a device. Of Llama-7B on 64 H100s with 13,400 this takes 11%
-of the temporary memory, and nothing of the step; of GPT-175B on 128 with 5,600 it would
-save 8% of the memory, and the step would take 5% longer."""
+"""FLOPs of a device in a loop's iteration for each byte of its sums, from which on they
+end in it in turn: about 3 for each token where a layer is computed twice."""
+
+BALANCED_FLOPS = 5000
+"""The same from which on each ends as soon as it can, and gathers begin in turn, where
+a compiler misjudges the network: see docs/schedule.md."""
+
+BALANCED_BYTES = 2**28
+"""Bytes of the weights that most has to be of for that."""
+
+BALANCED_SHARE = Fraction(2, 5)
+"""The most of what is gathered that products of one operand may need for that."""
 
 SUMS_PART = 2**19
-"""Bytes of a sum that stay on a device, from which on it is worth a collective of its
-own: of a smaller one, more is latency than transfer. T5-11B on 512 H100s, with half
-of it and less, would take 6% longer."""
+"""Bytes of a sum that stay on a device, or of a weight that come from it, from which on
+a collective of its own is more transfer than latency. With half of it and less,
+T5-11B on 512 H100s would take 6% longer."""
 
 SUMS_TIME = 1
 """How long the sums of a loop's iteration are taken to last, as a multiple of its
 matrix products, where a plan says which of them end before the iteration does, of a
 loop in which not all do; the compiler may delay the others. With 1, T5-11B on 512 H100s
-takes 6.3 GiB of temporary memory in place of 6.7, in shorter steps. With half of it
-both MLP sums of a layer of GPT-175B would end in it: 7% longer steps on 128."""
+takes 6.3 GiB of temporary memory in place of 6.7, in shorter steps."""
 
 # What a plan warns of
 
@@ -259,8 +261,7 @@ BLOCK_BYTES = 2**12
 
 FILLED_SHARE = Fraction(1, 16)
 """The most of its state that a process fills in host memory before it goes to devices,
-or `READ_BYTES`: the shards that are filled together read a row once, and a larger shard
-is filled in slabs."""
+or `READ_BYTES`: shards filled together read a row once; a larger one goes in slabs."""
 
 LEAVES_WRITTEN = 32
 """Leaves that are written at the same time."""
@@ -271,8 +272,8 @@ FAILURE_SECONDS = 0.1
 # How compiled programs are read
 
 SUBSET_BITS = 2**29
-"""Of the table in which lines are looked up that one concatenated sum is made of: 64
-MiB. A larger one is not made; bytes are then compared as a whole."""
+"""Of the table in which lines are looked up that one concatenated sum is made of; a
+larger one is not made."""
 
 SAME_SIZE = 0.01
 """How much the bytes per element of a compiled collective may differ from the plan's,
@@ -316,5 +317,4 @@ ROUNDING_FACTOR = 4
 """How many times the change by rounding a leaf may differ."""
 
 DECIDED_BY_ROUNDING = 0.1
-"""A leaf that rounding moves by more is not compared to any use. `ROUNDING_FACTOR`
-times as much, which a leaf that is compared may differ, is less than the leaf."""
+"""A leaf that rounding moves by more is not compared to any use."""

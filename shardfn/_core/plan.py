@@ -36,21 +36,20 @@ class Reshard:
       result: the version it makes.
       path: shardings from the first to the last, neighbours one move apart.
       shape: global shape of the value.
-      dtype: name of the dtype on the wire, such as "bfloat16"; usually the value's own.
+      dtype: name of the dtype on the wire; usually the value's own.
       written: how the value is quantized over each mesh axis, of this dtype in front of
         it and behind it; empty if it is not.
-      in_bits: what it makes stays quantized, and each use reads it.
+      in_bits: what it makes stays quantized.
       residual: a version that it makes, too: what quantizing took from its terms.
       itemsize: bytes per element.
-      during: the pass that it is part of.
-      stored: whether this gathers a value of the stored state.
+      during: its pass; stored: whether this gathers a value of the stored state.
       gradient: whether it moves what a backward pass makes, or a linear function of it.
-      after: the move waits for this version to exist, so that the compiler cannot merge
-        it with an earlier gather of the same value.
+      after: the version that the move waits for, so that one that comes again is not
+        merged with the first.
       auto: how automatic mesh axes split the value, which moves part by part.
-      together: what the first of several moves makes that are one collective; they
-        stand next to each other, and their paths are of the same kinds.
+      together: what the first of several neighbours makes that are one collective.
       used_first: of a gather in a loop: its first products use it (`first_gathers`).
+      in_turn: of another there: what it waits for is used only when it can begin.
       cause: what it is for; no part of what plans are compared by.
       notes: what passes did to it, no part of that either.
     """
@@ -72,6 +71,7 @@ class Reshard:
     residual: Ref | None = None
     undelayed: bool = False
     used_first: bool = False
+    in_turn: bool = False
     cause: Cause | None = field(default=None, compare=False, repr=False)
     notes: tuple[Note, ...] = field(default=(), compare=False, repr=False)
 

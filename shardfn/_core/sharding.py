@@ -80,7 +80,7 @@ class Axes:
     `cannot_sum` names the dtypes that the compiler cannot sum over these devices.
     `reads_apart` says that each use of a quantized value should read the bytes itself.
     `times_transfers` says that the compiler delays sums of loops, and schedules
-    transfers by how long they take.
+    transfers by how long they take; `misjudges_network`, that it takes them for longer.
     `kinds` are what the axes are for: the default ones, if none are given.
     """
 
@@ -91,6 +91,7 @@ class Axes:
     cannot_sum: tuple[str, ...] = ()
     reads_apart: bool = field(default=False, compare=False, repr=False)
     times_transfers: bool = field(default=True, repr=False)
+    misjudges_network: bool = field(default=False, repr=False)
     kinds: tuple[AxisKind, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:

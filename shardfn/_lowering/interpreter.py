@@ -201,7 +201,7 @@ class _Run:
         x = whole(self.env[step.source], {}, None)
         if step.after is None:
             return x
-        if len(step.path) == 1:
+        if len(step.path) == 1 or step.in_turn:
             return self.waiting(x, step.after)
         x, _ = barrier(x, self.env[step.after])
         return x

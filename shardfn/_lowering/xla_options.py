@@ -17,6 +17,7 @@ import jax
 from shardfn._core import compat, processes
 from shardfn._core.device_coords import slices_of
 from shardfn._core.errors import ShardingError, called, cannot_be
+from shardfn._core.limits import CHAINED_BYTES
 
 Asked = Mapping[str, Any] | Literal[False] | None
 """`compiler_options` as users write it."""
@@ -45,6 +46,7 @@ class CompilerOption:
       kinds: the `device_kind`s that it is of use on; all of the platform if empty.
       most: devices beyond which it is left out; 0 if it never is.
       quantized: it is of use only if what is gathered is quantized.
+      in_turn: it is of use only if a plan orders gathers.
     """
 
     platform: str
@@ -54,6 +56,7 @@ class CompilerOption:
     kinds: tuple[str, ...] = ()
     most: int = 0
     quantized: bool = False
+    in_turn: bool = False
 
     def is_for(self, device: Any, platform: str) -> bool:
         """Whether it is of use on a device of a platform."""
@@ -87,6 +90,13 @@ OPTIONS = (
         "gpu",
         (("xla_gpu_experimental_parallel_collective_overlap_limit", 4),),
         slices=True,
+    ),
+    # Each sum of a loop's iteration begins when it can. Combined, all would begin with
+    # the last one; those of less, such as norms' scales, still are.
+    CompilerOption(
+        "gpu",
+        (("xla_gpu_reduce_scatter_combine_threshold_bytes", CHAINED_BYTES),),
+        in_turn=True,
     ),
     # Quantized weights are read inside of the matmuls that use them, with their scales,
     # instead of in a pass of its own that writes them in full. XLA's autotuner still
@@ -204,7 +214,10 @@ def check_options(asked: Any) -> Asked:
 
 
 def compiler_options(
-    devices: Sequence[Any], asked: Asked, quantizes: bool = False
+    devices: Sequence[Any],
+    asked: Asked,
+    quantizes: bool = False,
+    in_turn: bool = False,
 ) -> dict[str, Any]:
     """The options that a step is compiled with.
 
@@ -212,6 +225,7 @@ def compiler_options(
       devices: those of the mesh; they may be devices that are not there.
       asked: what the user said; see `fully_shard`.
       quantizes: whether leaves may be gathered quantized.
+      in_turn: whether the plan orders gathers.
 
     Returns:
       Names and values, all known to the compiler of these devices.
@@ -231,6 +245,7 @@ def compiler_options(
         and (not option.slices or slices_of(devices) > 1)
         and (not option.most or len(devices) <= option.most)
         and (quantizes or not option.quantized)
+        and (in_turn or not option.in_turn)
         and given_by_user.isdisjoint((*dict(option.spellings), *option.decided_by))
     ]
     if named and (refused := refusal(device, _frozen(named))):

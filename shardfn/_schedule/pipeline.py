@@ -21,6 +21,7 @@ from shardfn._schedule.keep_gathered import keep_gathered
 from shardfn._schedule.keep_quantized import keep_quantized
 from shardfn._schedule.limit_all_gathers import limit_all_gathers
 from shardfn._schedule.loop_invariants import hoist
+from shardfn._schedule.order_gathers import order_gathers
 from shardfn._schedule.order_search import search_order
 from shardfn._schedule.prefetch import prefetch
 from shardfn._schedule.quantize_moves import quantize
@@ -113,6 +114,9 @@ PASSES = (
     ),
     SchedulePass(
         "undelayed_sums", lambda p, b, control, axes: undelay_sums(p, b, axes)
+    ),
+    SchedulePass(
+        "order_gathers", lambda p, b, control, axes: order_gathers(p, b, axes)
     ),
     SchedulePass("order_search", lambda p, b, control, axes: search_order(p, b, axes)),
     SchedulePass(

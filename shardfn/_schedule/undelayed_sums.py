@@ -5,24 +5,24 @@ iteration does, because enough is computed behind them. XLA for GPUs delays ever
 reduce-scatter whose result a loop stacks. This hides the last ones of an iteration, and
 costs memory, copies and compile time for the first ones, which are hidden anyway where
 its scheduler knows how long they take. Where an iteration computes much more than it
-sends, all of its sums end in it, one after the other.
+sends, all of its sums end in it, one after the other. So do those of one that computes
+about as long as it sends, of which `order_gathers` orders the gathers.
 """
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from shardfn._core.equation_flops import flops_of
-from shardfn._core.limits import SUMS_FLOPS, SUMS_PART, SUMS_TIME
-from shardfn._core.moves import ReduceScatter
+from shardfn._core.limits import BALANCED_FLOPS, SUMS_FLOPS, SUMS_PART, SUMS_TIME
 from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step
 from shardfn._core.program import Node, Program
 from shardfn._core.reasons import Note, noted
 from shardfn._core.sharding import Axes
+from shardfn._schedule.balanced_loops import is_balanced, scattered_sums
 from shardfn._schedule.bodies import Site, inside
 from shardfn._schedule.chain_reduce_scatters import chain_reduce_scatters
-from shardfn._schedule.delayed_sums import StackedSum, stacked_sums
+from shardfn._schedule.delayed_sums import StackedSum
+from shardfn._schedule.loop_events import events
 
 ENDS = Note(
     "undelayed_sums",
@@ -74,28 +74,31 @@ class _Sum:
 
 def _undelayed(node: Node, loop: Apply, axes: Axes) -> Apply:
     """A node, in whose iterations those sums end that can."""
-    scattered = {
-        (each.within, each.step.result): each
-        for each in stacked_sums(node, loop)
-        if any(isinstance(move, ReduceScatter) for move in each.step.moves)
-    }
+    scattered = scattered_sums(node, loop)
     if not scattered:
         return loop
     (program,), (body,) = node.bodies, loop.bodies
     total, sums = _in_order(program, body, axes, scattered)
     size = sum(each.size for each in sums)
     parts = sum(each.size for each in sums if each.part >= SUMS_PART)
-    if total >= SUMS_FLOPS * size and 2 * parts >= size:
-        body = _marked(body, set(scattered), _hidden(int(total / size)))
-        return replace(loop, bodies=(chain_reduce_scatters(program, body),))
-    return replace(loop, bodies=(_marked(body, _ending(total, sums, size), ENDS),))
+    computes_more = total >= SUMS_FLOPS * size and 2 * parts >= size
+    if not computes_more and not is_balanced(node, loop, axes):
+        body = _marked(body, _ending(total, sums, size), ENDS)
+        return replace(loop, bodies=(body,))
+    body = _marked(body, set(scattered), _hidden(int(total / size), computes_more))
+    if computes_more:
+        body = chain_reduce_scatters(program, body)
+    return replace(loop, bodies=(body,))
 
 
-def _hidden(flops: int) -> Note:
+def _hidden(flops: int, computes_more: bool) -> Note:
+    least = f"(limits.SUMS_FLOPS: {SUMS_FLOPS:,} or more)"
+    if not computes_more:
+        least = f"(limits.BALANCED_FLOPS: {BALANCED_FLOPS:,} or more)"
     text = (
         f"ends in its iteration, which computes {flops:,} FLOPs for each byte of its "
-        f"sums (limits.SUMS_FLOPS: {SUMS_FLOPS:,} or more), most of which are of {{}} "
-        "or more per device (limits.SUMS_PART)"
+        f"sums {least}, most of which are of {{}} or more per device "
+        "(limits.SUMS_PART)"
     )
     return Note("undelayed_sums", text, (SUMS_PART,))
 
@@ -119,7 +122,7 @@ def _in_order(
     """What an iteration computes, and its sums in their order."""
     total, sums = Fraction(), list[_Sum]()
     joined: dict[tuple[tuple[int, ...], Ref | None], int] = {}
-    for within, flops, step in _events(program, body, axes, ()):
+    for within, flops, step in events(program, body, axes, ()):
         total += flops
         if step is None or (within, step.result) not in scattered:
             continue
@@ -134,34 +137,6 @@ def _in_order(
                 whole.flops, whole.size + size, whole.part + part, (*whole.sites, site)
             )
     return total, sums
-
-
-def _events(
-    program: Program, body: BodyPlan, axes: Axes, within: tuple[int, ...]
-) -> Iterator[tuple[tuple[int, ...], Fraction, Reshard | None]]:
-    """In order, what is computed in a body and the calls in it, and its moves."""
-    for step in body.steps:
-        if isinstance(step, Reshard):
-            yield within, Fraction(), step
-        elif isinstance(step, Apply):
-            node = program.nodes[step.node]
-            if node.is_call:
-                (inner,), (plan,) = node.bodies, step.bodies
-                yield from _events(inner, plan, axes, (*within, step.node))
-            else:
-                yield within, _flops(node, step, axes), None
-
-
-def _flops(node: Node, step: Apply, axes: Axes) -> Fraction:
-    """What a device computes of a node; of branches, the one with the most."""
-    if node.kind == "op":
-        parts = math.prod(axes.sizes[axis] for _, axis in step.parts)
-        return Fraction(sum(flops_of(node.eqn).values()), parts)
-    each = [
-        sum((flops for _, flops, _ in _events(p, b, axes, ())), Fraction())
-        for p, b in zip(node.bodies, step.bodies, strict=True)
-    ]
-    return max(each, default=Fraction()) * (step.times or 1)
 
 
 def _marked(

@@ -241,6 +241,7 @@ def axes_over(mesh: Mesh, names: tuple[str, ...], control: Control) -> Axes:
         cannot_sum=compat.dtypes_without_sum(device.platform, has_others),
         reads_apart=compat.reads_inside_matmuls(device.platform),
         times_transfers=compat.times_transfers(device),
+        misjudges_network=compat.misjudges_network(device),
     )
     return replace(axes, groups=tuple(sorted(control.on(axes).groups)))
 

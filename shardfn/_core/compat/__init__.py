@@ -179,6 +179,9 @@ from shardfn._core.compat.platforms import (
     merges_gathers as merges_gathers,
 )
 from shardfn._core.compat.platforms import (
+    misjudges_network as misjudges_network,
+)
+from shardfn._core.compat.platforms import (
     platform_of as platform_of,
 )
 from shardfn._core.compat.platforms import (

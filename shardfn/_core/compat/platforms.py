@@ -68,6 +68,12 @@ def times_transfers(device: Any) -> bool:
     return int(str(capability).partition(".")[0]) >= 9
 
 
+def misjudges_network(device: Any) -> bool:
+    """Whether the compiler takes the network between hosts for slower than it is. XLA
+    takes that of H100s for half as fast (`shardfn/analysis/_gpus.py`)."""
+    return device.device_kind.startswith("NVIDIA H100")
+
+
 def bound_platform() -> tuple[str, bool]:
     """The platform that the surrounding `shard_map` is for, as far as JAX knows it, and
     whether some axes of its mesh are automatic."""
