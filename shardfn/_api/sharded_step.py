@@ -114,7 +114,8 @@ class ShardedStep(ReportMethods, Generic[P, R]):
 
     @property
     def compiler_options(self) -> dict[str, Any]:
-        """XLA's options, set by `fully_shard` and by the user there; on CPUs his."""
+        """XLA's options, set by `fully_shard` and by the user there, on CPUs his; a
+        plan may ask for more, which a report shows."""
         return self.programs.options()
 
     # Running

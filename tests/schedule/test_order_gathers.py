@@ -243,3 +243,14 @@ def test_the_compiled_step_waits_less(target, monkeypatch) -> None:
 def test_gpus_whose_network_the_compiler_knows_are_left_alone(target) -> None:
     case = sharded(targets.mesh(target), rows=64 * 2048, width=8192)
     assert not order_gathers.orders_gathers(case.plan.body)
+
+
+@pytest.mark.parametrize("target", [aot("h100:64")])
+def test_a_compiler_that_is_told_is_left_alone(target, monkeypatch) -> None:
+    mesh, sizes = targets.mesh(target), {"rows": 64 * 2048, "width": 8192}
+    assert order_gathers.orders_gathers(sharded(mesh, **sizes).plan.body)
+    case = sharded(mesh, **sizes, latencies="predicted")
+    assert not order_gathers.orders_gathers(case.plan.body)
+    flag = "--xla_gpu_analytical_latency_estimator_options=nic_speed_gbps=50"
+    monkeypatch.setenv("XLA_FLAGS", flag)
+    assert not order_gathers.orders_gathers(sharded(mesh, **sizes).plan.body)

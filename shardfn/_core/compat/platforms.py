@@ -3,6 +3,7 @@
 In: the devices that are there. Out: what their compilers do and cannot do.
 """
 
+import os
 from typing import Any
 
 import jax
@@ -70,8 +71,10 @@ def times_transfers(device: Any) -> bool:
 
 def misjudges_network(device: Any) -> bool:
     """Whether the compiler takes the network between hosts for slower than it is. XLA
-    takes that of H100s for half as fast (`shardfn/analysis/_gpus.py`)."""
-    return device.device_kind.startswith("NVIDIA H100")
+    takes that of H100s for half as fast (`shardfn/analysis/_gpus.py`), unless the user
+    tells it."""
+    told = "nic_speed_gbps" in os.environ.get("XLA_FLAGS", "")
+    return device.device_kind.startswith("NVIDIA H100") and not told
 
 
 def bound_platform() -> tuple[str, bool]:
