@@ -69,7 +69,7 @@ class Programs:
 
     def planned(self, leaves: tuple[Leaf, ...], treedef: Any, batch: Rest) -> Planned:
         axes = self.storage.axes
-        if self.latencies == "predicted":  # the compiler is told
+        if self.latencies == "predicted":  # those figures are right
             axes = replace(axes, misjudges_network=False)
         batch_leaves, batch_tree = self.storage.batch_leaves(batch)
         split = self.plain.split(batch, batch_leaves, axes, (leaves, treedef))

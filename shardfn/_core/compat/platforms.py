@@ -72,9 +72,9 @@ def times_transfers(device: Any) -> bool:
 def misjudges_network(device: Any) -> bool:
     """Whether the compiler takes the network between hosts for slower than it is. XLA
     takes that of H100s for half as fast (`shardfn/analysis/_gpus.py`), unless the user
-    tells it."""
-    told = "nic_speed_gbps" in os.environ.get("XLA_FLAGS", "")
-    return device.device_kind.startswith("NVIDIA H100") and not told
+    sets its rate."""
+    is_set = "nic_speed_gbps" in os.environ.get("XLA_FLAGS", "")
+    return device.device_kind.startswith("NVIDIA H100") and not is_set
 
 
 def bound_platform() -> tuple[str, bool]:
