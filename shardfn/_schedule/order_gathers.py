@@ -122,7 +122,34 @@ def _waiting(program: Program, body: BodyPlan, waits: dict[Ref, Ref]) -> BodyPla
         for move in [pending.pop(r) for r in ready]:
             put(move)
 
-    for step in body.steps:
+    # What is gathered is made in front of all, or it would come behind the product.
+    first = _made_of_inputs(program, body, [m.source for m in pending.values()])
+    ops = [s for s in body.steps if isinstance(s, Apply) and s.node in first]
+    rest = (s for s in body.steps if not isinstance(s, Apply) or s.node not in first)
+    for step in (*ops, *rest):
         if not isinstance(step, Reshard) or step.result not in waits:
             put(step)
     return replace(body, steps=tuple(steps))
+
+
+def _made_of_inputs(
+    program: Program, body: BodyPlan, wanted: Sequence[Ref]
+) -> frozenset[int]:
+    """The operations, such as casts, that make values of what comes in alone."""
+    known = {Ref(v) for v in program.inputs} | {Ref(v) for v, _ in program.constants}
+    known |= set(body.imports)
+    nodes = dict[Ref, int]()
+    for step in body.steps:
+        if isinstance(step, Apply) and (node := program.nodes[step.node]).kind == "op":
+            if not node.eqn.effects and known.issuperset(reads(step)):
+                made = [Ref(v) for v in node.outputs]
+                known.update(made)
+                nodes.update(dict.fromkeys(made, step.node))
+    found, left = set[int](), [ref for ref in wanted if ref in nodes]
+    by_node = {s.node: s for s in body.steps if isinstance(s, Apply)}
+    while left:
+        node = nodes[left.pop()]
+        if node not in found:
+            found.add(node)
+            left += [ref for ref in reads(by_node[node]) if ref in nodes]
+    return frozenset(found)

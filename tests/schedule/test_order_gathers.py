@@ -3,6 +3,7 @@ gathers begin in the order of their use, each behind a product that is computed 
 before its own; the sums of such a loop end in their iteration, and stay apart.
 """
 
+import re
 from typing import Any
 
 import jax
@@ -189,6 +190,18 @@ def test_the_plan_and_the_options_say_so(monkeypatch) -> None:
     assert order_gathers.orders_gathers(case.plan.body)
     said = str(case.plan.explain("down"))
     assert "begins in turn" in said and "limits.BALANCED_FLOPS" in said
+
+
+def test_what_a_gather_waits_for_is_used_behind_the_barrier(monkeypatch) -> None:
+    """Of a barrier, a compiler drops what nothing uses, and with it the tie."""
+    balanced(monkeypatch)
+    case = sharded()
+    text = case.step.lower(case.state, case.batch).as_text()
+    ties = re.findall(r"(%\d+):2 = stablehlo.optimization_barrier", text)
+    gathers = [t for t in ties if re.search(rf'all_gather"\({t}#0\)', text)]
+    assert len(gathers) == sum(len(waits(*each)) for each in loops(case))
+    for tie in gathers:
+        assert re.search(rf"{tie}#1\b", text), tie
 
 
 def values(case: Sharded) -> tuple[Any, Any]:
