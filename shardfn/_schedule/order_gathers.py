@@ -133,7 +133,7 @@ def _waiting(program: Program, body: BodyPlan, waits: dict[Ref, Ref]) -> BodyPla
 
 
 def _made_of_inputs(
-    program: Program, body: BodyPlan, wanted: Sequence[Ref]
+    program: Program, body: BodyPlan, values: Sequence[Ref]
 ) -> frozenset[int]:
     """The operations, such as casts, that make values of what comes in alone."""
     known = {Ref(v) for v in program.inputs} | {Ref(v) for v, _ in program.constants}
@@ -145,7 +145,7 @@ def _made_of_inputs(
                 made = [Ref(v) for v in node.outputs]
                 known.update(made)
                 nodes.update(dict.fromkeys(made, step.node))
-    found, left = set[int](), [ref for ref in wanted if ref in nodes]
+    found, left = set[int](), [ref for ref in values if ref in nodes]
     by_node = {s.node: s for s in body.steps if isinstance(s, Apply)}
     while left:
         node = nodes[left.pop()]
