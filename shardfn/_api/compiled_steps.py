@@ -39,7 +39,12 @@ from shardfn._lowering.choose_offload import choose_offload
 from shardfn._lowering.heap import heap_of
 from shardfn._lowering.planned_program import Planned
 from shardfn._lowering.shard_map import on_mesh
-from shardfn._lowering.xla_options import Asked, compiler_options
+from shardfn._lowering.xla_options import (
+    NETWORK_FLAG,
+    Asked,
+    compiler_options,
+    set_elsewhere,
+)
 from shardfn._schedule.order_gathers import orders_gathers
 from shardfn._schedule.peak_bytes import Heap
 from shardfn._trace.purity import calls_the_host
@@ -69,7 +74,7 @@ class Programs:
 
     def planned(self, leaves: tuple[Leaf, ...], treedef: Any, batch: Rest) -> Planned:
         axes = self.storage.axes
-        if self.latencies == "predicted":  # those figures are right
+        if self.latencies == "predicted" or NETWORK_FLAG in set_elsewhere():
             axes = replace(axes, misjudges_network=False)
         batch_leaves, batch_tree = self.storage.batch_leaves(batch)
         split = self.plain.split(batch, batch_leaves, axes, (leaves, treedef))
@@ -190,9 +195,9 @@ class Programs:
 
             if not whole:
                 options = self.options(planned_for(*run_on)[0])
-            if not whole and are_predicted(self.latencies, storage.mesh):
-                lowered = self.lowered(jitted(options).trace(*run_on), leaves)
-                options |= predicted_latencies(lowered, storage.mesh)
+                if are_predicted(self.latencies, storage.mesh):
+                    lowered = self.lowered(jitted(options).trace(*run_on), leaves)
+                    options |= predicted_latencies(lowered, storage.mesh)
             self._jitted[key] = jitted(options)
         return self._jitted[key]
 

@@ -126,6 +126,9 @@ OPTIONS = (
 )
 
 
+NETWORK_FLAG = "xla_gpu_analytical_latency_estimator_options"
+"""Says how fast the network is; XLA takes it from the environment only."""
+
 NOT_DELAYED = "sums not delayed by XLA"
 ONE_LATENCY = "one latency per operation"
 

@@ -132,6 +132,17 @@ def antisymmetric(state: Any) -> jax.Array:
     return state["w"] - state["w"].T
 
 
+def assert_gathered_once(step: Any) -> None:
+    """The weight of a step is, and three steps are the plain ones."""
+    case = sharded(step)
+    gathers = [line for line in case.plan.collectives if line.op == "all_gather"]
+    assert {line.times for line in gathers if line.shape == SHAPES["w"]} == {1}
+    rng = np.random.default_rng(2)
+    state = {k: jnp.asarray(rng.normal(size=s) / 4) for k, s in SHAPES.items()}
+    x = jnp.asarray(rng.normal(size=(8, 16)), jnp.float32)
+    assert_steps_alike(step, case.step, state, x)
+
+
 def test_a_norm_in_front_of_a_remat_is_a_weight_inside() -> None:
     """The remat is given a norm that the loop has made, and the weight."""
 
@@ -149,13 +160,7 @@ def test_a_norm_in_front_of_a_remat_is_a_weight_inside() -> None:
         loss, grad = jax.value_and_grad(loss_fn)(state["w"])
         return {**state, "w": state["w"] - grad / 64}, loss
 
-    case = sharded(step)
-    gathers = [line for line in case.plan.collectives if line.op == "all_gather"]
-    assert {line.times for line in gathers if line.shape == SHAPES["w"]} == {1}
-    rng = np.random.default_rng(2)
-    state = {k: jnp.asarray(rng.normal(size=s) / 4) for k, s in SHAPES.items()}
-    x = jnp.asarray(rng.normal(size=(8, 16)), jnp.float32)
-    assert_steps_alike(step, case.step, state, x)
+    assert_gathered_once(step)
 
 
 @pytest.mark.parametrize("remat", [False, True])
@@ -174,13 +179,7 @@ def test_what_is_made_of_weights_alone_is_gathered_once(make: Any, remat: bool) 
         loss, grad = jax.value_and_grad(loss_fn)(state["w"])
         return {**state, "w": state["w"] - grad / 64}, loss
 
-    case = sharded(step)
-    gathers = [line for line in case.plan.collectives if line.op == "all_gather"]
-    assert {line.times for line in gathers if line.shape == SHAPES["w"]} == {1}
-    rng = np.random.default_rng(2)
-    state = {k: jnp.asarray(rng.normal(size=s) / 4) for k, s in SHAPES.items()}
-    x = jnp.asarray(rng.normal(size=(8, 16)), jnp.float32)
-    assert_steps_alike(step, case.step, state, x)
+    assert_gathered_once(step)
 
 
 def test_what_changes_stays() -> None:

@@ -16,6 +16,7 @@ from shardfn._core.option_values import FIRST, layers_ahead
 from shardfn._core.phases import BACKWARD, FORWARD
 from shardfn._lowering.choose_dimensions import StoredByUse
 from shardfn._lowering.xla_options import (
+    NETWORK_FLAG,
     NOT_DELAYED,
     ONE_LATENCY,
     set_elsewhere,
@@ -28,7 +29,6 @@ from shardfn.analysis.advice import Advice
 from shardfn.analysis.collective import Collective
 
 Devices = Sequence[object]
-NETWORK_FLAG = "xla_gpu_analytical_latency_estimator_options"
 
 
 def advise(

@@ -3,7 +3,6 @@
 In: the devices that are there. Out: what their compilers do and cannot do.
 """
 
-import os
 from typing import Any
 
 import jax
@@ -71,10 +70,8 @@ def times_transfers(device: Any) -> bool:
 
 def misjudges_network(device: Any) -> bool:
     """Whether the compiler takes the network between hosts for slower than it is. XLA
-    takes that of H100s for half as fast (`shardfn/analysis/_gpus.py`), unless the user
-    sets its rate."""
-    is_set = "nic_speed_gbps" in os.environ.get("XLA_FLAGS", "")
-    return device.device_kind.startswith("NVIDIA H100") and not is_set
+    takes that of H100s for half as fast (`shardfn/analysis/_gpus.py`)."""
+    return device.device_kind.startswith("NVIDIA H100")
 
 
 def bound_platform() -> tuple[str, bool]:
