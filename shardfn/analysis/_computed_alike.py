@@ -1,7 +1,7 @@
 """Values of a program that are computed alike, and that a compiler merges.
 
-In: a program. Out: for each of its values the first one that is computed in the same
-way from the same operands.
+In: a program, and which of its arguments are alike. Out: for each of its values the
+first one that is computed in the same way from the same operands.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -9,27 +9,56 @@ from collections.abc import Hashable, Mapping, Sequence
 from shardfn._core.compat import ADDITIONS
 from shardfn._core.program import ZERO, Node, Program, number_of
 
+NESTED = ("reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or")
+"""Reductions that compilers write as one where one is of another's result."""
 
-def computed_alike(program: Program) -> Mapping[int, int]:
+
+def computed_alike(program: Program, arguments: Mapping[int, int]) -> Mapping[int, int]:
     """Numbers values: two have one number if the same ops make them. What compilers
-    write in one way counts as the same: squares, sums in either order, and sums with
-    zero. What control flow makes has a number of its own."""
-    first = {value: value for value in range(len(program.avals))}
+    write in one way counts as the same: squares, sums in either order, sums with zero,
+    and a reduction of a reduction. What control flow makes has a number of its own.
+
+    Args:
+      program: of which values are numbered.
+      arguments: of its arguments, the first one that is the same; missing if none is.
+
+    Returns:
+      For each value its number, which is that of the first value made so.
+    """
+    first = {value: value for value in range(len(program.avals))} | dict(arguments)
     seen: dict[Hashable, tuple[int, ...]] = {}
+    reduced: dict[int, _Reduced] = {}
     zeros: set[int] = set()
     for node in program.nodes:
         if node.kind != "op" or node.eqn.effects:
             continue
         numbers = [first.get(number_of(a), number_of(a)) for a in node.inputs]
         others = _without_zeros(node, numbers, zeros)
-        if not others and node.eqn.primitive.name in ("square", "mul"):
+        name = node.eqn.primitive.name
+        if not others and name in ("square", "mul"):
             zeros.update(node.outputs)
         if len(others) == 1 and others[0] in first and _adds(node):
             first[node.outputs[0]] = others[0]
             continue
-        made = seen.setdefault(_key(node, numbers), node.outputs)
+        key: Hashable = _key(node, numbers)
+        if name in NESTED:
+            key = reduced[node.outputs[0]] = _reduction(node, numbers[0], reduced)
+        made = seen.setdefault(key, node.outputs)
         first.update(zip(node.outputs, made, strict=True))
     return first
+
+
+_Reduced = tuple[str, int, tuple[int, ...]]
+"""A reduction, the number of what it reduces, and the dimensions that are left."""
+
+
+def _reduction(node: Node, number: int, reduced: Mapping[int, _Reduced]) -> _Reduced:
+    """A reduction of one of the same kind is one of what that reduces."""
+    name, axes = node.eqn.primitive.name, node.eqn.params["axes"]
+    left: Sequence[int] = range(len(node.eqn.invars[0].aval.shape))
+    if number in reduced and reduced[number][0] == name:
+        _, number, left = reduced[number]
+    return name, number, tuple(d for i, d in enumerate(left) if i not in axes)
 
 
 def _without_zeros(

@@ -182,7 +182,7 @@ def _walk(
 ) -> Iterator[Line]:
     """Every collective that runs, `times` times if not `counted`, and the bytes of the
     parameters that it gathers."""
-    users, first = _users(program, body), computed_alike(program)
+    users, first = _users(program, body), computed_alike(program, at.alike)
     for index, step in enumerate(body.steps):
         if isinstance(step, Reshard):
             runs = times if counted is None else counted.get((at.place, index))
@@ -202,7 +202,7 @@ def _walk(
             place = Surroundings((*at.place, step.node, 0))
             yield from _walk(node.bodies[0], ahead.part, axes, runs, None, place)
         for i, plan in enumerate(step.bodies):
-            place = at.within(node, i, step.node, times.per_step)
+            place = at.within(node, i, step.node, times.per_step, first)
             yield from _walk(node.bodies[i], plan, axes, inner, counted, place)
 
 

@@ -156,17 +156,21 @@ def _match(
         keys = sorted(supply.names) if named else supply.keys
         wanting = (n for key in keys if supply.runs for n in by.get(key, ()))
         for need in wanting:
-            if supply.runs and need.runs and test(need, supply.collective):
+            more = need.runs or (named and need.is_uncounted)
+            if supply.runs and more and test(need, supply.collective):
                 _credit(need, supply, status_of(need, supply.collective))
 
 
 def _credit(need: Need, supply: Supply, status: str) -> None:
-    """Counts runs of `supply` for `need`; all it needs if their number is unknown."""
+    """Counts runs of `supply` for `need`; all it needs if their number is unknown, and
+    all that there are if it is unknown how many it needs."""
     exact = supply.collective.exact
     runs = min(need.runs, supply.runs) if exact else need.runs
+    if exact and need.is_uncounted:
+        runs = supply.runs
     need.found.append(replace(supply.collective, times=runs))
     need.status.add(status)
-    need.runs -= runs
+    need.runs = max(need.runs - runs, 0)
     supply.runs = supply.runs - runs if exact else 0
 
 

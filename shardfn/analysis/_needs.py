@@ -55,6 +55,11 @@ class Need:
         return self.line.elements, self.devices
 
     @property
+    def is_uncounted(self) -> bool:
+        """Whether its plan cannot know how often it runs. A compiler may."""
+        return self.line.times is None
+
+    @property
     def left_loops(self) -> bool:
         """Whether it was found as often as it would run in front of a loop in which it
         is the same in every iteration."""

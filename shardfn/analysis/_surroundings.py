@@ -6,7 +6,7 @@ that changes from iteration to iteration is the same in each: a compiler may mov
 and what moves it, in front of the loop.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from shardfn._core.plan import Place
@@ -24,6 +24,7 @@ class Surroundings:
       rounds: how often each of them begins a round of the loop that the body next to it
         is of: fewer than it has iterations where the loop is written out in part.
       same: of its arguments, which values of programs around it they are.
+      alike: of its arguments, the first one that is computed as it is.
       outside: of its values, out of how many bodies they could be made; 0 if missing.
     """
 
@@ -31,6 +32,7 @@ class Surroundings:
     around: tuple[int | None, ...] = ()
     rounds: tuple[int | None, ...] = ()
     same: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    alike: Mapping[int, int] = field(default_factory=dict)
     outside: Mapping[int, int] = field(default_factory=dict)
 
     def identity(self, value: int) -> tuple[int, ...]:
@@ -47,8 +49,11 @@ class Surroundings:
         runs = self.rounds[: self.outside.get(value, 0)]
         return frozenset(times for times in runs if times is not None)
 
-    def within(self, node: Node, i: int, at: int, times: int | None) -> "Surroundings":
-        """What is around body `i` of node `at`; its program runs `times` times."""
+    def within(
+        self, node: Node, i: int, at: int, times: int | None, first: Mapping[int, int]
+    ) -> "Surroundings":
+        """What is around body `i` of node `at`; its program runs `times` times, and
+        `first` numbers its values (see `_computed_alike`)."""
         program, region = node.bodies[i], node.regions[i]
         given = [
             (program.inputs[a], node.inputs[region.operands[a]])
@@ -64,12 +69,19 @@ class Surroundings:
             around=(times, *self.around),
             rounds=(_product(times, _rounds(node)), *self.rounds),
             same={v: self.identity(a) for v, a in given if isinstance(a, int)},
+            alike=_firsts((v, first[a]) for v, a in given if isinstance(a, int)),
             outside=_made_outside(program, depths, most + 1),
         )
 
 
 ALONE = Surroundings()
 """A whole step."""
+
+
+def _firsts(numbered: Iterable[tuple[int, int]]) -> dict[int, int]:
+    """Of each value, the first one of its number."""
+    values: dict[int, int] = {}
+    return {value: values.setdefault(number, value) for value, number in numbered}
 
 
 def _rounds(node: Node) -> int | None:
