@@ -29,6 +29,7 @@ def _remat(site: FlowSite) -> Decision:
         [None] * len(site.preferences),
         site.preferences,
         site.may_stay_unreduced,
+        site.shared_in(0),
     )
     out = solved.plan.output_shardings
     return Decision(operands, out, out, (), (solved.plan,), solved.preferences)
@@ -42,9 +43,14 @@ def _cond(site: FlowSite) -> Decision:
     def solve(required: Sequence[Sharding | None]) -> list[Solved]:
         return [
             site.solve(
-                body, operands, required, site.preferences, (frozenset(),) * count
+                body,
+                operands,
+                required,
+                site.preferences,
+                (frozenset(),) * count,
+                site.shared_in(i),
             )
-            for body in site.node.bodies
+            for i, body in enumerate(site.node.bodies)
         ]
 
     free = solve([None] * count)

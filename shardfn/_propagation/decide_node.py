@@ -44,6 +44,7 @@ class Decider:
       whole: whether small sums behind these are all-reduced.
       exchange: whether rows of the batch are exchanged where an op sends less so.
       fed: by leaf, the mesh axis along which gradients stay terms for a residual.
+      shared: of arguments of the program, in how many iterations they are the same.
     """
 
     program: Program
@@ -58,6 +59,7 @@ class Decider:
     whole: bool = False
     exchange: bool = True
     fed: Mapping[Names, int] = field(default_factory=dict)
+    shared: Mapping[Atom, int] = field(default_factory=dict)
 
     @property
     def nothing(self) -> Preferences:
@@ -70,6 +72,12 @@ class Decider:
         """The least bytes of what a value is made of alone."""
         return self.sources[atom] if isinstance(atom, int) else 0
 
+    def shares(self, node: Node) -> tuple[int, ...]:
+        """Per operand, in how many iterations it is the same, as it enters them."""
+        return tuple(
+            self.shared.get(a, 1) if isinstance(a, int) else 1 for a in node.inputs
+        )
+
     def decide(self, node: Node, backward: BackwardResult) -> Decision:
         states = tuple(map(self.state, node.inputs))
         nothing = self.nothing
@@ -79,14 +87,18 @@ class Decider:
             # Equal layers are decided once: equal equations have one rule object.
             sources = tuple(map(self.source, node.inputs)) if self.sources else ()
             free = tuple(number_of(a) in self.free for a in node.inputs)
-            key = id(node.rule), states, preferences, now, node.kinds, sources, free
+            shared = self.shares(node)
+            key = (
+                *(id(node.rule), states, preferences, now, node.kinds),
+                *(sources, free, shared),
+            )
             decision = self.known.get(key)
             if decision is None:
                 site = self.site(node, node.rule, states, preferences, free, sources)
                 decision = site.decide()
                 decision = self.reduced(node, decision, states, preferences, now)
                 if self.exchange:
-                    decision = exchange_rows(site, decision)
+                    decision = exchange_rows(site, decision, shared)
                 self.known[key] = decision
             return decision
         if node.kind == "op":
@@ -173,6 +185,7 @@ class Decider:
             may_stay_unreduced=[
                 self.may_leave_unreduced(node, v, backward) for v in node.outputs
             ],
+            shared=self.shares(node),
             axes=self.axes,
             small=self.small,
             solve=self.solve,

@@ -34,12 +34,16 @@ EXCHANGED = Note(
 )
 
 
-def exchange_rows(site: OpSite, decision: Decision) -> Decision:
+def exchange_rows(site: OpSite, decision: Decision, shared: Sequence[int]) -> Decision:
     """Decides one op again where less of the batch moves so.
 
     Args:
       site: the op, its operands, and what is preferred of its results.
       decision: how it runs, with the shardings in which its results are left.
+      shared: in how many iterations of loops around it each operand is the same: it is
+        exchanged once for all of them (see `_schedule.loop_invariants`). Whether to
+        gather it once is better is for the whole plan to say, as all devices then hold
+        all of it.
 
     Returns:
       The decision, or one that leaves its results alike.
@@ -48,10 +52,10 @@ def exchange_rows(site: OpSite, decision: Decision) -> Decision:
     for group in _together(site):
         if not all(_moves_rows(site, decision, axis) for axis in group):
             continue
-        now = _sent(site, decision)
+        now = _sent(site, decision, [1] * len(shared))
         for factor, other in _others(site, decision, forced, group) if now[1] else ():
             other = replace(other, results=decision.results)
-            sent = _sent(site, other)
+            sent = _sent(site, other, shared)
             saves = _price(sent) <= (1 - EXCHANGE_SHARE) * _price(now)
             if saves and sent[0] <= now[0]:
                 forced.update(dict.fromkeys(group, factor))
@@ -125,32 +129,38 @@ def _others(
             yield factor, decided
 
 
-def _price(sent: tuple[float, int]) -> float:
+def _price(sent: tuple[float, float]) -> float:
     """Bytes, and those that could be sent while collectives begin."""
     return sent[0] + sent[1] * LATENCY_BYTES
 
 
-def _sent(site: OpSite, decision: Decision) -> tuple[float, int]:
-    """Bytes that a device sends of the batch, and in how many collectives."""
+def _sent(
+    site: OpSite, decision: Decision, shared: Sequence[int]
+) -> tuple[float, float]:
+    """Bytes that a device sends of the batch, and in how many collectives, each time
+    that the op runs."""
     moved = [
-        (aval, state, needed)
-        for aval, kind, state, needed in zip(
+        (aval, state, needed, times)
+        for aval, kind, state, needed, times in zip(
             site.operand_avals,
             site.kinds,
             site.states,
             decision.operands,
+            shared,
             strict=True,
         )
         if kind != ZERO and not any(isinstance(s, Split) and s.stored for s in state)
     ]
-    moved += zip(site.result_avals, decision.made, decision.results, strict=True)
-    sent, collectives = 0.0, 0
-    for aval, start, end in moved:
+    made = zip(site.result_avals, decision.made, decision.results, strict=True)
+    moved += [(*each, 1) for each in made]
+    sent = collectives = 0.0
+    for aval, start, end, times in moved:
         ends = without_origin(start), without_origin(end)
         if ends[0] == ends[1]:
             continue
         for move in moves_of(reshard_path(*ends, aval.shape, site.axes)):
             if move.communicates:
-                sent += move.wire_bytes(aval.shape, site.axes, itemsize(aval))
-                collectives += 1
+                wire = move.wire_bytes(aval.shape, site.axes, itemsize(aval))
+                sent += wire / times
+                collectives += 1 / times
     return sent, collectives

@@ -37,6 +37,7 @@ class Solve(Protocol):
         required: Sequence[Sharding | None],
         preferences: Sequence[Preferences],
         may_stay_unreduced: Sequence[frozenset[int]],
+        shared: Sequence[int],
     ) -> Solved: ...
 
 
@@ -52,6 +53,8 @@ class FlowSite:
       preferences: those of its results' consumers.
       operand_preferences: those of its operands' consumers so far.
       may_stay_unreduced: per result, the mesh axes along which it may.
+      shared: per operand, in how many iterations of loops around the node it is the
+        same.
       axes: the mesh axes.
       small: values with fewer elements may stay unreduced across iterations.
       solve: solves a body.
@@ -66,6 +69,7 @@ class FlowSite:
     preferences: Sequence[Preferences]
     operand_preferences: Sequence[Preferences]
     may_stay_unreduced: Sequence[frozenset[int]]
+    shared: Sequence[int]
     axes: Axes
     small: int
     solve: Solve
@@ -80,6 +84,14 @@ class FlowSite:
             self.operand_preferences[i],
             self.operand_avals[i],
             self.axes,
+        )
+
+    def shared_in(self, at: int) -> tuple[int, ...]:
+        """Per argument of body `at`, in how many iterations it is the same."""
+        region, times = self.node.regions[at], self.node.times or 1
+        return tuple(
+            times * self.shared[operand] if k in region.constants else 1
+            for k, operand in enumerate(region.operands)
         )
 
     @property

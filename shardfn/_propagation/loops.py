@@ -56,6 +56,7 @@ def scan(site: FlowSite) -> Decision:
             (*fixed, *[None] * len(stacks_may_stay)),
             (*carried, *span(preferences, region.stacks)),
             (*(every for _ in carry), *stacks_may_stay),
+            site.shared_in(0),
         )
 
     carry = _carries(
@@ -81,6 +82,7 @@ def _over_rows(site: FlowSite, loop: RowLoop) -> Decision:
         (whole,) * len(body.outputs),
         (site.no_preferences,) * len(body.outputs),
         (frozenset(),) * len(body.outputs),
+        site.shared_in(0),
     )
     preferences = tuple(
         tuple(frozenset(() if isinstance(s, Unreduced) else (s,)) for s in operand)
@@ -140,6 +142,7 @@ def while_loop(site: FlowSite) -> Decision:
             tuple(fixed),
             tuple(union(w, c) for w, c in zip(site.preferences, carry, strict=True)),
             (frozenset(),) * len(carry),
+            site.shared_in(1),
         )
 
     carry = _carries(
@@ -157,6 +160,7 @@ def while_loop(site: FlowSite) -> Decision:
         (site.axes.replicated,),
         [site.no_preferences],
         (frozenset(),),
+        site.shared_in(0),
     )
     preferences = (
         *span(solved_test.preferences, tested.constants),

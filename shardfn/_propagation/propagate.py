@@ -90,7 +90,8 @@ class Solver:
         required: Sequence[Sharding | None],
         preferences: Sequence[Preferences],
         may_stay_unreduced: Sequence[frozenset[int]],
-        shared: bool = True,
+        shared: Sequence[int],
+        is_kept: bool = True,
     ) -> Solved:
         """Plans one program.
 
@@ -100,7 +101,8 @@ class Solver:
           required: shardings that its outputs must have; None for any.
           preferences: what the consumers of its outputs would take.
           may_stay_unreduced: the mesh axes along which an output may stay so.
-          shared: whether other plans share what is found.
+          shared: in how many iterations of loops around it each argument is the same.
+          is_kept: whether other plans are given what is found.
 
         Returns:
           The plan, and what the program prefers its arguments in.
@@ -111,10 +113,11 @@ class Solver:
             tuple(required),
             tuple(preferences),
             tuple(may_stay_unreduced),
+            tuple(shared),
         )
         if key in self.known.bodies:
             return self.known.bodies[key]
-        decider = self.decider(program, inputs)
+        decider = self.decider(program, inputs, shared)
         found = _Body(
             self,
             program,
@@ -124,11 +127,13 @@ class Solver:
             may_stay_unreduced,
             decider,
         ).solve()
-        if shared:
+        if is_kept:
             self.known.bodies[key] = found
         return found
 
-    def decider(self, program: Program, inputs: Sequence[Sharding]) -> Decider:
+    def decider(
+        self, program: Program, inputs: Sequence[Sharding], shared: Sequence[int]
+    ) -> Decider:
         """Of the nodes of a program that is about to be solved."""
         axes = range(len(self.axes.names))
         stays = any(is_stationary(axis, inputs) for axis in axes)
@@ -145,6 +150,7 @@ class Solver:
             self.whole and stays,
             self.exchange,
             self.fed,
+            dict(zip(program.inputs, shared, strict=True)),
         )
 
 
@@ -296,8 +302,9 @@ def propagate(
         for r in required
     ]
     may_stay_unreduced = [frozenset[int]()] * len(required)
+    once = [1] * len(inputs)
     return solver.solve(
-        program, inputs, required, preferences, may_stay_unreduced, shared=False
+        program, inputs, required, preferences, may_stay_unreduced, once, is_kept=False
     ).plan
 
 

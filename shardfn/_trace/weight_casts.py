@@ -2,8 +2,10 @@
 
 In: a program whose values are named after leaves. Out: the program, in which a loop is
 given the weights as its body, or a remat in that, uses them: cast, transposed, masked
-or normalized; and so are several remats that cast the same weight. So a gather of one
-is a move of what they are given, which can leave them, too.
+or normalized; and so are several remats that cast the same weight. What is the same in
+all iterations and only laid out anew, such as rows of features that are flattened or
+padded, is laid out in front of the loop, too. So a gather or exchange of one is a move
+of what they are given, which can leave them.
 """
 
 from collections import Counter
@@ -21,6 +23,8 @@ from shardfn._trace.value_relations import SAME, relation_of
 
 PRODUCTS = (lax.dot_general_p, lax.conv_general_dilated_p)
 """They stay where they are: what is made of weights there is their plan's to choose."""
+LAYOUTS = (lax.reshape_p, lax.concatenate_p)
+"""They hold what they are given, the second one perhaps with zeros beside it."""
 FILLS = (lax.broadcast_in_dim_p, lax.convert_element_type_p)
 
 _Key = tuple[Any, ...]
@@ -190,11 +194,14 @@ def _without_casts(
         operands = tuple(outside.get(number_of(a), a) for a in node.inputs)
         (value,) = node.outputs
         outside[value] = taken.take(node, operands, body)
-        weights.add(value)
         more.append((value, outside[value]))
 
     for node in body.nodes:
         if only is None and _is_of_weights(node, body, weights, filled):
+            take(node)
+            weights.update(node.outputs)
+            continue
+        if only is None and _lays_out(node, outside.keys(), filled):
             take(node)
             continue
         if only is not None and _is_elementwise(node, body, outside):
@@ -261,6 +268,13 @@ def _is_of_weights(
         and body.avals[node.outputs[0]].size
         <= max(body.avals[value].size for value in made)
     )
+
+
+def _lays_out(node: Node, outside: Set[int], filled: Mapping[int, Node]) -> bool:
+    """Whether a node only lays out anew one value from outside."""
+    values = {atom for atom in node.inputs if isinstance(atom, int)} - filled.keys()
+    known = len(values) == 1 and values <= outside
+    return known and node.eqn.primitive in LAYOUTS
 
 
 def _is_filled(node: Node, filled: Mapping[int, Node]) -> bool:

@@ -55,7 +55,8 @@ _Reduced = tuple[str, int, tuple[int, ...]]
 def _reduction(node: Node, number: int, reduced: Mapping[int, _Reduced]) -> _Reduced:
     """A reduction of one of the same kind is one of what that reduces."""
     name, axes = node.eqn.primitive.name, node.eqn.params["axes"]
-    left: Sequence[int] = range(len(node.eqn.invars[0].aval.shape))
+    shape = getattr(node.eqn.invars[0].aval, "shape", ())
+    left: Sequence[int] = range(len(shape))
     if number in reduced and reduced[number][0] == name:
         _, number, left = reduced[number]
     return name, number, tuple(d for i, d in enumerate(left) if i not in axes)
