@@ -27,6 +27,7 @@ from shardfn._lowering.choose_dimensions import StoredByUse, choose_dimensions
 from shardfn._lowering.interpreter import emit
 from shardfn._lowering.plan_jaxpr import Planner, StepFacts, plan_jaxpr
 from shardfn._lowering.planned_program import Planned
+from shardfn._trace.factored_sums import sum_before_factors
 from shardfn._trace.leaf_names import name_leaves
 from shardfn._trace.passes import argument
 from shardfn._trace.tied_transposes import fold_transposes
@@ -85,7 +86,7 @@ def plan_traced(
             [*names, *[""] * (len(program.inputs) - len(names))],
             [*names, *[""] * (len(program.outputs) - len(names))],
         )
-        return take_out_casts(fold_transposes(program))
+        return sum_before_factors(take_out_casts(fold_transposes(program)))
 
     made = plan_jaxpr(
         traced.jaxpr,
