@@ -66,11 +66,16 @@ def on_mesh_of(x: Any) -> contextlib.AbstractContextManager[Any]:
 
 def on_each(x: Any) -> Any:
     """An array of a mesh, whole on every device: that on the first one of this process.
-    Others stay as they are."""
+    Others stay as they are.
+
+    It waits until it is there: devices hold one whole array at a time, and gathers that
+    several processes begin ahead of each other can wait for each other for ever.
+    """
     if not isinstance(x, jax.Array) or not isinstance(x.sharding, NamedSharding):
         return x
     assert isinstance(x.sharding.mesh, Mesh)
-    return _replicated(x.sharding.mesh)(x).addressable_data(0)
+    whole = jax.block_until_ready(_replicated(x.sharding.mesh)(x))
+    return whole.addressable_data(0)
 
 
 @functools.lru_cache(maxsize=64)

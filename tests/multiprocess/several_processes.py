@@ -31,6 +31,7 @@ from shardfn.storage.safetensors import (  # noqa: E402
 )
 
 ROWS = 8
+LEAVES = 60
 
 
 def create(key: jax.Array) -> dict[str, Any]:
@@ -83,7 +84,17 @@ def train(step: shardfn.ShardedStep) -> dict[str, Any]:
         "sums": sums,
         "refusal": refusal,
         "read": read,
+        "many": put_together(step.mesh),
     }
+
+
+def put_together(mesh: jax.sharding.Mesh) -> int:
+    """How many leaves the first process has of a state of many; gathers of all of them
+    in flight would wait for each other."""
+    step = shardfn.fully_shard(lambda state, x: (state, x.sum()), mesh, min_size=0)
+    state = step.init(lambda: [jnp.full((64, 64), k) for k in range(LEAVES)])
+    whole = step.unshard(state, process=0) or []
+    return sum(bool(jnp.all(x == k)) for k, x in enumerate(whole))
 
 
 def given(step: shardfn.ShardedStep) -> dict[str, Any]:

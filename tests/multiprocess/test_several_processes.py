@@ -97,6 +97,7 @@ def test_they_compute_what_one_device_does(count: int, tmp_path: Path) -> None:
     sums = {k: float(jnp.abs(second[k]).sum()) for k in ("flat", "long")}
     assert found[0]["sums"] == pytest.approx(sums, rel=1e-5)
     assert [process["sums"] for process in found[1:]] == [None] * (count - 1)
+    assert [process["many"] for process in found] == [60] + [0] * (count - 1)
     file = load_file(tmp_path / "model.safetensors")
     assert {k: x.shape for k, x in file.items()} == {
         k: x.shape for k, x in second.items() if k != "key"
