@@ -16,8 +16,8 @@ from shardfn._core.compat import ADDITIONS
 from shardfn._core.leaves import Names
 from shardfn._core.program import VALUE, ZERO, Atom, Node, Program, live
 from shardfn._trace.linear_terms import (
-    Source,
     Terms,
+    TermSource,
     is_constant,
     sources_of,
     values_of,
@@ -101,8 +101,8 @@ def _summed(loop: Node, made: _Made) -> list[Node]:
     given: dict[int, Atom] = {
         body.inputs[i]: loop.inputs[region.operands[i]] for i in region.constants
     }
-    body, kept = _with_additions(body, sums, sources)
-    loop, behind = _taken_out(loop, body, sums, sources, kept, given, made)
+    body, instead = _with_additions(body, sums, sources)
+    loop, behind = _taken_out(loop, body, sums, sources, instead, given, made)
     return [loop, *behind]
 
 
@@ -136,23 +136,25 @@ def _sum_of(loop: Node, result: int, argument: int) -> _End | None:
 
 
 def _with_additions(
-    body: Program, sums: Sequence[_End], sources: Sequence[Source | None]
+    body: Program, sums: Sequence[_End], sources: Sequence[TermSource | None]
 ) -> tuple[Program, list[int]]:
     """A body that adds up sources, and what it is to return for each sum that is made
     of one; the others are what they were given."""
-    inside, kept = _Made(list(body.avals), list(body.leaves), list(body.nodes)), []
+    inside, instead = _Made(list(body.avals), list(body.leaves), list(body.nodes)), []
     for k, (end, source) in enumerate(zip(sums, sources, strict=True)):
-        kept.append(end.carry)
+        instead.append(end.carry)
         if source is not None and source.nodes and source.carrier == k:
-            kept[k] = inside.new(body, end.carry)
+            instead[k] = inside.new(body, end.carry)
             made_of_it = (s is not None and s.carrier == k for s in sources)
             several = itertools.compress(sums, made_of_it)
             names = dict.fromkeys(n for s in several for n in body.leaf(s.carry))
-            inside.leaves[kept[k]] = tuple(names)
+            inside.leaves[instead[k]] = tuple(names)
             operands, kinds = (end.carry, source.value), (VALUE, VALUE)
-            add = replace(end.adds[0], inputs=operands, kinds=kinds, outputs=(kept[k],))
+            add = replace(
+                end.adds[0], inputs=operands, kinds=kinds, outputs=(instead[k],)
+            )
             inside.nodes.append(add)
-    return inside.program(body), kept
+    return inside.program(body), instead
 
 
 def _out_of_remats(body: Program, same: Set[int], sums: Sequence[Terms]) -> Program:
@@ -173,8 +175,8 @@ def _out_of_remats(body: Program, same: Set[int], sums: Sequence[Terms]) -> Prog
         pairs = zip(inner.inputs, node.inputs, strict=True)
         given = {v: atom for v, atom in pairs if isinstance(atom, int) and atom in same}
         sources = sources_of(inner, given.keys(), [end.terms for end in ends])
-        kept = [source.value if source else -1 for source in sources]
-        node, behind = _taken_out(node, inner, ends, sources, kept, given, made)
+        instead = [source.value if source else -1 for source in sources]
+        node, behind = _taken_out(node, inner, ends, sources, instead, given, made)
         made.nodes += [node, *behind]
     return made.program(body)
 
@@ -183,8 +185,8 @@ def _taken_out(
     node: Node,
     body: Program,
     ends: Sequence[_End],
-    sources: Sequence[Source | None],
-    kept: Sequence[int],
+    sources: Sequence[TermSource | None],
+    instead: Sequence[int],
     given: Mapping[int, Atom],
     made: _Made,
 ) -> tuple[Node, list[Node]]:
@@ -195,16 +197,16 @@ def _taken_out(
       body: its body.
       ends: the results that are made of sources.
       sources: the source of each; None if it is to stay as it is.
-      kept: the value of the body that is returned in place of each.
+      instead: the value of the body that is returned in place of each.
       given: of the values of the body that are the same each time, what they are
         outside.
       made: the program around it.
 
     Returns:
-      The node, which returns what is kept, and the operations behind it.
+      The node, which returns what is instead, and the operations behind it.
     """
     inside, outputs, behind = list(body.outputs), list(node.outputs), list[Node]()
-    moved = list(zip(ends, sources, kept, strict=True))
+    moved = list(zip(ends, sources, instead, strict=True))
     for end, source, value in moved:
         if source is not None and source.nodes:
             inside[end.result] = value
@@ -222,10 +224,10 @@ def _taken_out(
 
 
 def _operations(
-    body: Program, end: _End, source: Source, outside: dict[int, Atom], made: _Made
+    body: Program, end: _End, source: TermSource, outside: dict[int, Atom], made: _Made
 ) -> list[Node]:
-    """What makes the terms of a source, and adds up these, outside of the body; which
-    of its values are what there, `outside` says, and is told."""
+    """What makes the terms of a source, and adds up these, outside of the body:
+    `outside` says what its values are there, and gets more of them."""
     constants = {n.outputs[0]: n for n in body.nodes if is_constant(n)}
     nodes: list[Node] = []
     for node in source.nodes:

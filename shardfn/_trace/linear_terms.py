@@ -26,7 +26,7 @@ class Terms:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class TermSource:
     """What the terms of a sum are made of.
 
     Attributes:
@@ -42,7 +42,7 @@ class Source:
 
 def sources_of(
     body: Program, same: Set[int], sums: Sequence[Terms]
-) -> list[Source | None]:
+) -> list[TermSource | None]:
     """The value to add up for each sum.
 
     It is the furthest back of those that are like the sum, if terms are multiplied with
@@ -79,7 +79,7 @@ def sources_of(
     ]
 
 
-def _carriers(own: Sequence[Source | None], sums: Iterable[int]) -> dict[int, int]:
+def _carriers(own: Sequence[TermSource | None], sums: Iterable[int]) -> dict[int, int]:
     """For which of some sums each of their sources is added up: one that it is the only
     term of, if there is one."""
     found: dict[int, int] = {}
@@ -92,13 +92,13 @@ def _carriers(own: Sequence[Source | None], sums: Iterable[int]) -> dict[int, in
 
 
 def _carried(
-    sources: Sequence[Source], carriers: Mapping[int, int], own: Source | None
-) -> list[Source]:
+    sources: Sequence[TermSource], carriers: Mapping[int, int], own: TermSource | None
+) -> list[TermSource]:
     """The sources of a sum that are added up for some sum, or its own one."""
     return [s for s in sources if s.value in carriers or s is own]
 
 
-def _furthest(sources: Iterable[Source]) -> Source | None:
+def _furthest(sources: Iterable[TermSource]) -> TermSource | None:
     return max(sources, key=lambda s: len(s.nodes), default=None)
 
 
@@ -113,17 +113,17 @@ def values_of(node: Node) -> list[int]:
     return [atom for atom in node.inputs if isinstance(atom, int)]
 
 
-def _is_like(body: Program, source: Source, aval: Any) -> bool:
+def _is_like(body: Program, source: TermSource, aval: Any) -> bool:
     made = body.avals[source.value]
     return (made.shape, made.dtype) == (aval.shape, aval.dtype)
 
 
-def _sources(body: Program, fixed: Set[int], terms: Terms) -> Iterator[Source]:
+def _sources(body: Program, fixed: Set[int], terms: Terms) -> Iterator[TermSource]:
     """The values that all terms are made of, the last one the furthest back: the only
     term itself, and those from which on they are multiplied with an array."""
     ahead, nodes = set(terms.values), list[Node]()
     if len(terms.values) == 1 and ahead.isdisjoint(fixed):
-        yield Source(*terms.values)
+        yield TermSource(*terms.values)
     multiplies = False
     for node in reversed(body.nodes):
         if ahead.isdisjoint(node.outputs):
@@ -140,7 +140,7 @@ def _sources(body: Program, fixed: Set[int], terms: Terms) -> Iterator[Source]:
         nodes.append(node)
         value, *others = ahead
         if multiplies and not others:
-            yield Source(value, tuple(reversed(nodes)))
+            yield TermSource(value, tuple(reversed(nodes)))
 
 
 def _changing(node: Node, fixed: Set[int]) -> set[int] | None:

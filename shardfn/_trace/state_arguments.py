@@ -27,6 +27,7 @@ from shardfn._trace.argument_flow import (
     is_like_rows,
     same,
 )
+from shardfn._trace.asked_states import asked_states
 from shardfn._trace.dataflow import Dimension
 from shardfn._trace.forward_only import include_modules, returns_no_state
 from shardfn._trace.returned_arguments import is_first, returned_pairs
@@ -70,10 +71,7 @@ def find_state(
         and returns_no_state([arguments[p] for p in states], out)
     )
     if asked is not None:
-        notes = (found_note(names, {}, (), asked),) if is_read else ()
-        is_alone = len(states) == len(asked) == 1 and same(out, arguments[states[0]])
-        results = () if is_read else ((),) if is_alone else None
-        return StateArguments(asked, results, notes=notes, by_hand=True)
+        return asked_states(arguments, names, out, asked, is_read)
     places = parts(out)
     alike = {
         position: [path for path, tree in places if same(tree, argument)]
@@ -159,7 +157,10 @@ class _Search:
         notes = [
             other_note(names[p], pairs[p], p in caches, (*state, p)) for p in others
         ]
-        notes += [read_only_note(names[p], bool(state)) for p in fixed]
+        notes += [
+            read_only_note(names[p], self._is_twin(self.arguments[p], state))
+            for p in fixed
+        ]
         notes += changes(self.arguments, names, self.flow.out, pairs)
         return StateArguments(
             arguments=(*state, *fixed),
@@ -267,12 +268,16 @@ class _Search:
         self, position: Position, state: Sequence[Position], own: set[Dimension]
     ) -> bool:
         """Whether an argument that does not come back is like one that is state, or a
-        part of it, as the parameters of a teacher are."""
+        part of it, as the parameters of a teacher are; or is a tree whose leaves have
+        different first dimensions, next to arguments with rows, as those to which LoRA
+        is added are."""
         argument = self.arguments[position]
-        if position in self._pairs or not self._is_twin(argument, state):
+        if position in self._pairs or not dimmed(argument):
             return False
-        if not dimmed(argument) or self.flow.reaches(position, self._rows):
+        if self.flow.reaches(position, self._rows):
             return False
+        if not self._is_twin(argument, state):
+            return bool(self._rows) and not is_like_rows(argument)
         along = all(dims[0] in own for dims in self.flow.classes[position])
         return along or not (is_array(argument) or is_like_rows(argument))
 

@@ -4,7 +4,7 @@ In: those leaves, and what each is to be split into. Out: one message that names
 and ends in the `batch_spec` that would replicate them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -64,21 +64,31 @@ def refuse_uneven(leaves: Sequence[Uneven], hints: Sequence[str] = ()) -> NoRetu
 
 def of_many_rows(leaves: Sequence[Leaf], uneven: Sequence[Uneven]) -> list[str]:
     """Lines on arguments that cannot be a batch's, for their leaves have not the same
-    number of rows: parameters that are read only, but unlike the state."""
+    number of rows, or not that of any other argument: parameters that are read only,
+    but unlike the state."""
     rows: dict[str, set[int]] = {}
     for leaf in leaves:
         match leaf.path:
             case (ArgumentKey() as key, *_) if leaf.aval.shape:
                 rows.setdefault(key.name, set()).add(leaf.aval.shape[0])
     wrong = {str(x.path[0]) for x in uneven if x.path}
-    return [
-        f"the leaves of argument '{name}' have {', '.join(map(str, sorted(sizes)))} "
-        "rows. It is taken for a batch, since it does not come back, and has not the "
-        "structure, shapes and dtypes of the state or a part of it. Parameters that "
-        "are only read may be returned too, unchanged: then they are state"
-        for name, sizes in rows.items()
-        if name in wrong and len(sizes) > 1
-    ]
+    lines: list[str] = []
+    for name, sizes in rows.items():
+        others = set[int]().union(*(x for k, x in rows.items() if k != name))
+        if name not in wrong or len(sizes) == 1 and (not others or sizes & others):
+            continue
+        next_to = f", those of others {_numbers(others)}" if others else ""
+        lines.append(
+            f"the leaves of argument '{name}' have {_numbers(sizes)} rows{next_to}. It "
+            "is taken for a batch, since it does not come back, and has not the "
+            "structure, shapes and dtypes of the state or a part of it. If it is "
+            "parameters that are only read, name it in state_argnums=, too"
+        )
+    return lines
+
+
+def _numbers(sizes: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(sizes)))
 
 
 def _whole(leaves: Sequence[Uneven]) -> str:

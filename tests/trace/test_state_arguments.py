@@ -47,6 +47,22 @@ G = {"w": ones(4, 8), "o": ones(8, 16)}
 D = {"w": ones(16, 8), "o": ones(8, 1)}
 
 
+LORA = {"u": ones(3, 16, 2), "v": ones(3, 2, 16)}
+FROZEN = {"layers": ones(3, 16, 16), "table": ones(16, 16)}
+
+
+def adapted(adapters, frozen, x):
+    def tuned(adapters):
+        h = x @ frozen["table"]
+        for k in range(3):
+            more = adapters["u"][k] @ adapters["v"][k]
+            h = jnp.tanh(h @ (frozen["layers"][k] / 16 + more / 64))
+        return jnp.mean(h)
+
+    value, g = jax.value_and_grad(tuned)(adapters)
+    return descend(adapters, g), value
+
+
 def loss(p, x):
     return jnp.mean((x @ p["w"]) ** 2) + jnp.sum(p["b"] ** 2)
 
@@ -188,6 +204,12 @@ def pick(fn, *order):
          "1<-1 reads 0"),
         (lambda w, t, x: (linear(w, x) + 0.0 * t, 0.0), (ones(16, 8), ones(16, 8), X),
          "0<-0 reads 1"),
+        # So is a tree whose leaves are no rows of one batch, next to rows.
+        (adapted, (LORA, FROZEN, X), "0<-0 reads 1"),
+        (lambda f, a, x: adapted(a, f, x), (FROZEN, LORA, X), "1<-0 reads 0"),
+        (lambda a, x, w: adapted(a, FROZEN, x * w["of"][:, None]),
+         (LORA, X, {"of": ones(8), "classes": ones(5)}), "0<-0"),
+        (lambda a, f: adapted(a, f, X), (LORA, FROZEN), "0<-0"),
         # Nothing to store: no optimizer state, a count.
         (lambda p, o, x: (update(p, MU, x)[0], o, 0.0), (P, (), X), "0<-0"),
         (lambda p, n, x: (update(p, MU, x)[0], n + 1), (P, 0, X), "0<-0"),
@@ -420,6 +442,47 @@ def test_what_is_read_only_is_stored_like_state_and_not_donated() -> None:
     gathered = [c for c in sharded.plan(p, p, X).collectives if c.path == "t/w"]
     assert [c.op for c in gathered] == ["all_gather"]
     assert sharded.lower(mine, teacher, X).compile() is not None
+
+
+@pytest.mark.parametrize("asked", [(0, 1), (1, 0), "auto"], ids=str)
+def test_frozen_weights_are_stored_like_state_and_read_only(asked) -> None:
+    """They are named: where only layers are frozen, three may be rows."""
+    frozen = FROZEN if asked == "auto" else {k: FROZEN["layers"] / 3 for k in "ab"}
+
+    def step(adapters, frozen, x):
+        if "table" not in frozen:
+            frozen = {"layers": frozen["a"] + frozen["b"], "table": FROZEN["table"]}
+        return adapted(adapters, frozen, x)
+
+    mesh = jax.make_mesh((8,), ("data",))
+    sharded = shardfn.fully_shard(
+        step, mesh, min_size=0, state_argnums=asked, stationary=False
+    )
+    plain, mine, kept = LORA, sharded.shard(LORA), sharded.shard(frozen)
+    for _ in range(3):
+        plain, value = jax.jit(step)(plain, frozen, X)
+        mine, out = sharded(mine, kept, X)
+        np.testing.assert_allclose(out, value, rtol=1e-5)
+        for k, x in sharded.unshard(mine).items():
+            np.testing.assert_allclose(x, plain[k], rtol=1e-5)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(kept))
+    assert "; read only: argument 1 ('frozen'))" in repr(sharded)
+    for x in jax.tree.leaves(kept):
+        assert 8 * x.addressable_shards[0].data.size == x.size
+
+
+def test_weights_that_may_be_rows_are_asked_about() -> None:
+    step = shardfn.fully_shard(adapted, jax.make_mesh((8,), ("data",)), min_size=0)
+    stacks = {"layers": ones(3, 16, 16), "table": ones(3, 16)}
+    with pytest.raises(shardfn.ShardingError) as error:
+        step(LORA, stacks, X)
+    expected = (
+        "  the leaves of argument 'frozen' have 3 rows, those of others 8. It is taken "
+        "for a batch, since it does not come back, and has not the structure, shapes "
+        "and dtypes of the state or a part of it. If it is parameters that are only "
+        "read, name it in state_argnums=, too\n"
+    )
+    assert expected in str(error.value)
 
 
 def test_frozen_parameters_with_a_cache() -> None:
