@@ -16,10 +16,11 @@ from shardfn._core.limits import (
     STATIONARY_GROUPS,
     STATIONARY_SHARE,
 )
+from shardfn._core.sent_bytes import Sent, sent
 from shardfn._core.sharding import Sharding, Split, on_axis
 from shardfn._lowering.choose_stationary import with_sums
+from shardfn._lowering.leaf_uses import leaves_met, updated_with, uses_of
 from shardfn._lowering.plan_jaxpr import Planner
-from shardfn._lowering.sent_bytes import Sent, leaves_met, sent, updated_with, uses_of
 from shardfn.analysis._text import size_text
 
 Dimensions = Mapping[str, int]

@@ -25,11 +25,11 @@ from shardfn._core.limits import (
 )
 from shardfn._core.plan import Apply, BodyPlan
 from shardfn._core.program import Node, Program, number_of
+from shardfn._core.sent_bytes import Made, Sent, sent
 from shardfn._core.sharding import Axes, Split
 from shardfn._core.shown_limits import SHOWN_LEAVES
 from shardfn._lowering.constrained_values import NodePath, with_result
 from shardfn._lowering.replanning import Replanning
-from shardfn._lowering.sent_bytes import Made, Sent, sent
 from shardfn.analysis._replicated import work_of
 from shardfn.analysis._text import size_text
 

@@ -20,9 +20,9 @@ from shardfn._core.limits import (
     LOOP_WORTH,
 )
 from shardfn._core.plan import BodyPlan, Reshard
+from shardfn._core.sent_bytes import Made, Sent, sent
 from shardfn._core.sharding import Axes
 from shardfn._lowering.live_bytes import live_bytes
-from shardfn._lowering.sent_bytes import Made, Sent, sent
 from shardfn._schedule.loop_invariants import LARGE, SMALL, STACKS
 from shardfn.analysis._text import size_text
 

@@ -16,13 +16,13 @@ from shardfn._core.limits import LOOP_LIVE, NARROW_SHARE, REPEATED_FLOPS
 from shardfn._core.phases import UPDATE
 from shardfn._core.plan import Apply, BodyPlan
 from shardfn._core.program import Node, Program
+from shardfn._core.sent_bytes import Made, Sent, sent
 from shardfn._core.sharding import Sharding, Split
 from shardfn._core.shown_limits import SHOWN_LEAVES
 from shardfn._core.sizes import nbytes
 from shardfn._lowering.constrained_values import BodyPath, with_operands
 from shardfn._lowering.live_bytes import live_bytes
 from shardfn._lowering.replanning import Replanning
-from shardfn._lowering.sent_bytes import Made, Sent, sent
 from shardfn.analysis._text import size_text
 
 

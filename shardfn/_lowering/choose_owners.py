@@ -24,13 +24,13 @@ from shardfn._core.limits import (
 from shardfn._core.phases import UPDATE
 from shardfn._core.plan import BodyPlan, Reshard, communicating_moves
 from shardfn._core.program import Node, Program, number_of
+from shardfn._core.sent_bytes import Made, Sent, sent
 from shardfn._core.sharding import Axes
 from shardfn._core.shown_limits import SHOWN_LEAVES
 from shardfn._core.sizes import nbytes
 from shardfn._lowering.constrained_values import with_operands
 from shardfn._lowering.live_bytes import live_bytes
 from shardfn._lowering.replanning import Replanning
-from shardfn._lowering.sent_bytes import Made, Sent, sent
 from shardfn.analysis._replicated import work_of
 from shardfn.analysis._text import size_text
 

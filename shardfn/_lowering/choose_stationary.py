@@ -20,20 +20,18 @@ from shardfn._core.limits import (
     STATIONARY_PART,
     STATIONARY_SHARE,
 )
+from shardfn._core.sent_bytes import Made, Sent, sent
 from shardfn._core.sharding import Axes
 from shardfn._core.shown_limits import SHOWN_LEAVES
-from shardfn._lowering.live_bytes import live_bytes
-from shardfn._lowering.sent_bytes import (
-    Made,
-    Sent,
+from shardfn._lowering.leaf_uses import (
     Use,
     exchanged_bytes,
     leaves_met,
     scatters_sums,
-    sent,
     updated_with,
     uses_of,
 )
+from shardfn._lowering.live_bytes import live_bytes
 from shardfn.analysis._text import size_text
 
 COUNTS = f"a collective counts as {size_text(LATENCY_BYTES)} (limits.LATENCY_BYTES)"

@@ -14,6 +14,7 @@ from shardfn._core.control import NOTHING_ASKED, Control
 from shardfn._core.option_values import Stationary
 from shardfn._core.plan import BodyPlan
 from shardfn._core.program import Program, aval_of
+from shardfn._core.sent_bytes import Made, sent
 from shardfn._core.sharding import Axes, Sharding, stored_shape
 from shardfn._core.stages import Observer, unobserved
 from shardfn._lowering.choose_generated import GeneratedChoice, choose_generated
@@ -24,8 +25,8 @@ from shardfn._lowering.choose_narrow_gathers import (
 )
 from shardfn._lowering.choose_owners import OwnersChoice, choose_owners
 from shardfn._lowering.choose_stationary import StationaryChoice, choose_stationary
+from shardfn._lowering.leaf_uses import uses_of
 from shardfn._lowering.replanning import Replanning, is_better
-from shardfn._lowering.sent_bytes import Made, sent, uses_of
 from shardfn._propagation.automatic_axes import split_automatically
 from shardfn._propagation.exchange_rows import has_exchanges
 from shardfn._propagation.propagate import Known, propagate

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from shardfn._core.limits import LOOP_MOST
 from shardfn._core.program import Program
+from shardfn._core.sent_bytes import Made, sent
 from shardfn._core.sharding import Axes
 from shardfn._lowering.live_bytes import live_bytes
-from shardfn._lowering.sent_bytes import Made, sent
 
 
 @dataclass(frozen=True, slots=True)

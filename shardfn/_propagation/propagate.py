@@ -1,39 +1,28 @@
-"""The rounds in which the shardings of a program's values are found.
+"""The shardings of a program's values, and of those in the bodies of its control flow.
 
 In: a traced step, the shardings of its arguments, and those that its results must have.
 Out: its plan, before any schedule pass. Touches no arrays.
 
-Each round goes forward, deciding every node from its operands, then backward, noting
-what consumers prefer of each value and which unreduced values should be reduced where
-they are made, until a round changes nothing. Any round's decisions are a correct plan.
+Each program is solved in rounds (`rounds`), in which those of its control flow are.
 """
 
-import itertools
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from shardfn._core.control import NOTHING_ASKED, Control
 from shardfn._core.leaves import Names
-from shardfn._core.limits import FREE_ROUNDS
 from shardfn._core.plan import BodyPlan
-from shardfn._core.program import Program, aval_of
-from shardfn._core.reasons import Note
+from shardfn._core.program import Program
 from shardfn._core.residual import feed_back_p
 from shardfn._core.sharding import Axes, Sharding, Split
-from shardfn._propagation.backward import BackwardResult, Memo, propagate_backward
+from shardfn._propagation.backward import Memo
 from shardfn._propagation.decide_node import Decider
 from shardfn._propagation.decision import Decision
 from shardfn._propagation.flow_site import Solved
 from shardfn._propagation.free_values import free_values
-from shardfn._propagation.insert_reshards import plan_steps
-from shardfn._propagation.preferences import Preferences, reduced
+from shardfn._propagation.preferences import Preferences
+from shardfn._propagation.rounds import Rounds
 from shardfn._propagation.stationary import is_stationary, least_sources
-
-GREW = Note(
-    "propagate",
-    f"what is preferred of it still changed after {FREE_ROUNDS} rounds, and could only "
-    "grow from then on (limits.FREE_ROUNDS)",
-)
 
 
 @dataclass(slots=True)
@@ -118,14 +107,14 @@ class Solver:
         if key in self.known.bodies:
             return self.known.bodies[key]
         decider = self.decider(program, inputs, shared)
-        found = _Body(
-            self,
+        found = Rounds(
             program,
             inputs,
             required,
             preferences,
             may_stay_unreduced,
             decider,
+            self.known.backward,
         ).solve()
         if is_kept:
             self.known.bodies[key] = found
@@ -152,116 +141,6 @@ class Solver:
             self.fed,
             dict(zip(program.inputs, shared, strict=True)),
         )
-
-
-@dataclass(slots=True)
-class _Body:
-    """One program while it is solved."""
-
-    solver: Solver
-    program: Program
-    inputs: Sequence[Sharding]
-    required: Sequence[Sharding | None]
-    output_preferences: Sequence[Preferences]
-    may_stay_unreduced: Sequence[frozenset[int]]
-    decider: Decider
-    decisions: list[Decision] = field(default_factory=list)
-
-    def solve(self) -> Solved:
-        self.decider.env.update(zip(self.program.inputs, self.inputs, strict=True))
-        replicated = self.solver.axes.replicated
-        self.decider.env.update((v, replicated) for v, _ in self.program.constants)
-        backward = BackwardResult({}, frozenset())
-        self.decide_all(backward)
-        for round_ in itertools.count(1):
-            free = self.propagate_backward()
-            preferences = (
-                free.preferences if round_ <= FREE_ROUNDS else free.grown(backward)
-            )
-            found = BackwardResult(
-                preferences, free.reduce_at_producer | backward.reduce_at_producer
-            )
-            changes = found.changes(backward)
-            if not changes:
-                self.note_grown(preferences, free.preferences)
-                break
-            backward = found
-            self.decide_changed(backward, changes)
-        plan = plan_steps(
-            self.program,
-            self.inputs,
-            self.decisions,
-            self.decider.env,
-            [self.output(j, backward) for j in range(len(self.required))],
-            self.solver.axes,
-        )
-        preferences = backward.preferences
-        nothing = self.decider.nothing
-        return Solved(
-            plan, tuple(preferences.get(v, nothing) for v in self.program.inputs)
-        )
-
-    def propagate_backward(self) -> BackwardResult:
-        """Goes backward over what a forward round decided."""
-        return propagate_backward(
-            self.program,
-            self.decisions,
-            self.decider.env,
-            self.required,
-            self.output_preferences,
-            self.may_stay_unreduced,
-            self.solver.axes,
-            self.solver.known.backward,
-        )
-
-    def note_grown(
-        self, preferences: dict[int, Preferences], free: dict[int, Preferences]
-    ) -> None:
-        """Says where `preferences` are other than the last round by itself found."""
-        grown = {v for v, each in preferences.items() if free.get(v) != each}
-        if not grown:
-            return
-        for i, node in enumerate(self.program.nodes):
-            if not grown.isdisjoint(node.outputs):
-                decision = self.decisions[i]
-                notes = (*decision.notes, GREW)
-                self.decisions[i] = replace(decision, notes=notes)
-
-    def output(self, j: int, backward: BackwardResult) -> Sharding:
-        """The sharding in which output `j` is returned."""
-        fixed, atom = self.required[j], self.program.outputs[j]
-        if fixed is not None:
-            return fixed
-        state = self.decider.state(atom)
-        preferences, aval = self.output_preferences[j], aval_of(self.program, atom)
-        done = reduced(state, preferences, aval, self.solver.axes)
-        stays = self.may_stay_unreduced[j]
-        each = enumerate(zip(state, done, strict=True))
-        return tuple(s if axis in stays else d for axis, (s, d) in each)
-
-    def decide_all(self, backward: BackwardResult) -> None:
-        """Decides every node in order; also the sharding of every value."""
-        for node in self.program.nodes:
-            decision = self.decider.decide(node, backward)
-            self.decisions.append(decision)
-            self.decider.env.update(zip(node.outputs, decision.results, strict=True))
-
-    def decide_changed(self, backward: BackwardResult, changes: set[int]) -> None:
-        """Decides again what depends on `changes`, the values of which the backward
-        half says something new, or on a value whose sharding changes thereby."""
-        moved: set[int] = set()
-        for index, node in enumerate(self.program.nodes):
-            inputs = [a for a in node.inputs if isinstance(a, int)]
-            same = changes.isdisjoint(node.outputs) and moved.isdisjoint(inputs)
-            # Bodies of control flow are given what is preferred of operands, too.
-            if same and (node.kind == "op" or changes.isdisjoint(inputs)):
-                continue
-            decision = self.decider.decide(node, backward)
-            self.decisions[index] = decision
-            for value, state in zip(node.outputs, decision.results, strict=True):
-                if self.decider.env[value] != state:
-                    self.decider.env[value] = state
-                    moved.add(value)
 
 
 def propagate(

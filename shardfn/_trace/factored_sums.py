@@ -203,7 +203,7 @@ def _taken_out(
       made: the program around it.
 
     Returns:
-      The node, which returns what is instead, and the operations behind it.
+      The node, which returns these, and the operations behind it.
     """
     inside, outputs, behind = list(body.outputs), list(node.outputs), list[Node]()
     moved = list(zip(ends, sources, instead, strict=True))

@@ -13,7 +13,7 @@ import pytest
 from plan_helpers import QUICK, Sharded, cpu_mesh, shard, shard_fn
 
 from shardfn._api import planner, report_methods
-from shardfn._lowering.sent_bytes import sent
+from shardfn._core.sent_bytes import sent
 
 pytestmark = pytest.mark.standard_promotion
 

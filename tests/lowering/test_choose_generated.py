@@ -8,7 +8,8 @@ import pytest
 from plan_helpers import cpu_mesh
 
 import shardfn
-from shardfn._lowering import choose_generated, choose_loops, sent_bytes
+from shardfn._core import sent_bytes
+from shardfn._lowering import choose_generated, choose_loops
 from shardfn._propagation import loop_carries
 from shardfn._schedule import loop_invariants
 from shardfn.testing import assert_parity

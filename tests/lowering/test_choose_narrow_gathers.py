@@ -13,7 +13,7 @@ from jax import lax
 from plan_helpers import cpu_mesh
 
 import shardfn
-from shardfn._lowering import sent_bytes
+from shardfn._core import sent_bytes
 from shardfn.testing import assert_parity
 
 LAYERS, WIDE, BLOCK, ROWS = 3, 32, 16, 16

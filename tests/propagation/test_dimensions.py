@@ -26,7 +26,7 @@ def every_saving_counts(monkeypatch: pytest.MonkeyPatch) -> None:
         at = f"shardfn._lowering.{module}.STATIONARY_BYTES"
         monkeypatch.setattr(at, 0)
     monkeypatch.setattr("shardfn._api.planner.STATIONARY_BYTES", 0)
-    monkeypatch.setattr("shardfn._lowering.sent_bytes.LATENCY_BYTES", 64)
+    monkeypatch.setattr("shardfn._core.sent_bytes.LATENCY_BYTES", 64)
 
 
 def model(p: Any, ids: jax.Array) -> jax.Array:

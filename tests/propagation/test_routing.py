@@ -147,7 +147,7 @@ def test_they_stay_by_themselves(
 ) -> None:
     at = "shardfn._lowering.choose_stationary.STATIONARY_BYTES"
     monkeypatch.setattr(at, 0)
-    monkeypatch.setattr("shardfn._lowering.sent_bytes.LATENCY_BYTES", 0)
+    monkeypatch.setattr("shardfn._core.sent_bytes.LATENCY_BYTES", 0)
     train_step, state, x = make_step(over, route)
     wide = jax.ShapeDtypeStruct
     up, down = (EXPERTS, D, 64 * F), (EXPERTS, 64 * F, D)

@@ -73,7 +73,7 @@ def sharded(
 @pytest.fixture
 def bytes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Arrays of tests are too small for a further collective to be worth it."""
-    for module in ("_propagation.exchange_rows", "_lowering.sent_bytes"):
+    for module in ("_propagation.exchange_rows", "_core.sent_bytes"):
         monkeypatch.setattr(f"shardfn.{module}.LATENCY_BYTES", 0)
 
 

@@ -389,7 +389,7 @@ def test_what_sends_less_is_chosen(prefetch, monkeypatch: pytest.MonkeyPatch) ->
     for name, limit in (("BYTES", 0), ("SHARE", 0), ("PART", 1)):
         at = f"shardfn._lowering.choose_stationary.STATIONARY_{name}"
         monkeypatch.setattr(at, limit)
-    monkeypatch.setattr("shardfn._lowering.sent_bytes.LATENCY_BYTES", 0)
+    monkeypatch.setattr("shardfn._core.sent_bytes.LATENCY_BYTES", 0)
     for name in CASES:
         gathered, stays, chosen = (
             sum(
@@ -410,7 +410,7 @@ def test_two_leaves_are_tried_together(
     for name in ("BYTES", "SHARE"):
         at = f"shardfn._lowering.choose_stationary.STATIONARY_{name}"
         monkeypatch.setattr(at, 0)
-    monkeypatch.setattr("shardfn._lowering.sent_bytes.LATENCY_BYTES", 0)
+    monkeypatch.setattr("shardfn._core.sent_bytes.LATENCY_BYTES", 0)
 
     def train_step(p: Any, x: jax.Array) -> Any:
         def loss_fn(p: Any) -> jax.Array:
@@ -452,7 +452,7 @@ def test_collectives_have_a_price(monkeypatch: pytest.MonkeyPatch) -> None:
     for limit in ("BYTES", "SHARE"):
         at = f"shardfn._lowering.choose_stationary.STATIONARY_{limit}"
         monkeypatch.setattr(at, 0)
-    monkeypatch.setattr("shardfn._lowering.sent_bytes.LATENCY_BYTES", 2**30)
+    monkeypatch.setattr("shardfn._core.sent_bytes.LATENCY_BYTES", 2**30)
     plan = sends("tied", stationary="auto")
     why = plan.explain("0/table")
     assert "; not stationary: " in why

@@ -1,44 +1,24 @@
-"""What a plan sends, and what it would send instead if leaves stayed.
+"""What gathers of leaves are for, and what would be sent instead if leaves stayed.
 
-In: a program and its plan, scheduled. Out: bytes that each device sends, and for each
-leaf of the state what its gathers are for.
+In: a program and its plan, scheduled. Out: for each leaf of the state its uses, and
+which others stay with it.
 """
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from shardfn._core.leaves import Names
-from shardfn._core.limits import JOINED_BYTES, LATENCY_BYTES, STATIONARY_PART
+from shardfn._core.limits import JOINED_BYTES, STATIONARY_PART
 from shardfn._core.moves import ReduceScatter
 from shardfn._core.phases import UPDATE
-from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, communicating_moves
+from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard
 from shardfn._core.program import Program, aval_of, last_pass
+from shardfn._core.sent_bytes import sent
 from shardfn._core.sharding import Axes, Sharding, Split
 from shardfn._core.sizes import elements, nbytes
 from shardfn._lowering.leaf_chains import ValueDim, between_leaves
-
-Made = tuple[Program, BodyPlan]
-"""A program and its plan, scheduled."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """What each device sends per step.
-
-    Attributes:
-      bytes: how many.
-      collectives: in how many collectives.
-    """
-
-    bytes: int = 0
-    collectives: int = 0
-
-    @property
-    def price(self) -> int:
-        """Bytes, and those that could be sent while collectives begin."""
-        return self.bytes + self.collectives * LATENCY_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,43 +234,3 @@ def scatters_sums(program: Program, body: BodyPlan) -> bool:
             if scatters and not program.leaf(step.source.value):
                 return True
     return False
-
-
-def sent(
-    program: Program,
-    body: BodyPlan,
-    axes: Axes,
-    times: int = 1,
-    counts: Callable[[Program, Reshard], bool] = lambda program, step: True,
-    unknown: int = 1,
-) -> Sent:
-    """What each device sends per step, of the moves that count; a loop whose iterations
-    nobody knows is taken to make `unknown` of them."""
-    total, collectives = 0.0, 0
-    for step in body.steps:
-        if isinstance(step, Reshard):
-            if not counts(program, step):
-                continue
-            moves = [move for _, move in communicating_moves(step, axes)]
-            total += times * sum(
-                move.wire_bytes(step.part_shape, axes, step.itemsize) for move in moves
-            )
-            if step.together in (None, step.result):
-                collectives += times * sum(
-                    message.times
-                    for move in moves
-                    for message in move.messages(step.part_shape, axes)
-                )
-            continue
-        inner = times * (unknown if step.times is None else step.times or 1)
-        bodies: Sequence[Made] = [
-            *zip(program.nodes[step.node].bodies, step.bodies, strict=True)
-        ]
-        parts = [sent(*each, axes, inner, counts, unknown) for each in bodies]
-        for ahead in step.ahead:
-            runs = inner + times * ahead.lead
-            body_of = program.nodes[step.node].bodies[0]
-            parts.append(sent(body_of, ahead.part, axes, runs, counts, unknown))
-        total += sum(part.bytes for part in parts)
-        collectives += sum(part.collectives for part in parts)
-    return Sent(round(total), collectives)
