@@ -7,7 +7,6 @@ Transformer Inference, arXiv:2211.05102, section 3. A step in which what leaves 
 not much smaller than they are, as in most training, is not planned twice.
 """
 
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -31,7 +30,7 @@ from shardfn._lowering.sent_bytes import (
     leaves_met,
     scatters_sums,
     sent,
-    updated_with,
+    updated_together,
     uses_of,
 )
 from shardfn.analysis._text import size_text
@@ -181,9 +180,11 @@ def choose_stationary(
     if not (asked or still or may_stay):
         return made, StationaryChoice()
 
-    @functools.cache
+    together = updated_together(program)
+
     def updated(stays: frozenset[str]) -> frozenset[str]:
-        return still & updated_with(program, stays)
+        met = {together.get(name, frozenset({name})) for name in stays}
+        return still & frozenset().union(*met)
 
     whole = False
     if asked:
@@ -233,9 +234,10 @@ def choose_stationary(
         if not refused.more:
             refused = replace(none, gathers=considered, staying=seen or gathering)
         return made, replace(refused, gathering=gathering)
+    tried_sums = stays == considered
     stays |= asked
     others = updated(stays)
-    if not sums:
+    if not (sums or tried_sums):
         best, sums = with_sums(stays | others, axes, plan, best)
         least = sent(*best, axes)
     if refused.staying.price >= least.price:
