@@ -5,11 +5,12 @@ Out: its plan, before any schedule pass. Touches no arrays.
 
 Each round goes forward, deciding every node from its operands, then backward, noting
 what consumers prefer of each value and which unreduced values should be reduced where
-they are made, until a round changes nothing. Any round's decisions are a correct plan.
+they are made, until a round changes nothing. Either half visits only what a change
+before it reaches. Any round's decisions are a correct plan.
 """
 
 import itertools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from shardfn._core.control import NOTHING_ASKED, Control
@@ -20,7 +21,9 @@ from shardfn._core.program import Program, aval_of
 from shardfn._core.reasons import Note
 from shardfn._core.residual import feed_back_p
 from shardfn._core.sharding import Axes, Sharding, Split
-from shardfn._propagation.backward import BackwardResult, Memo, propagate_backward
+from shardfn._propagation.agenda import Agenda, Uses
+from shardfn._propagation.asked import Asked
+from shardfn._propagation.backward import Backward, Memo, Said
 from shardfn._propagation.decide_node import Decider
 from shardfn._propagation.decision import Decision
 from shardfn._propagation.flow_site import Solved
@@ -165,54 +168,53 @@ class _Body:
         self.decider.env.update(zip(self.program.inputs, self.inputs, strict=True))
         replicated = self.solver.axes.replicated
         self.decider.env.update((v, replicated) for v, _ in self.program.constants)
-        backward = BackwardResult({}, frozenset())
-        self.decide_all(backward)
+        backward = self.backward()
+        self.decide_all(backward.said)
+        decided: Iterable[int] = range(len(self.program.nodes))
         for round_ in itertools.count(1):
-            free = self.propagate_backward()
-            preferences = (
-                free.preferences if round_ <= FREE_ROUNDS else free.grown(backward)
-            )
-            found = BackwardResult(
-                preferences, free.reduce_at_producer | backward.reduce_at_producer
-            )
-            changes = found.changes(backward)
+            changes = backward.go(decided, grows=round_ > FREE_ROUNDS)
             if not changes:
-                self.note_grown(preferences, free.preferences)
                 break
-            backward = found
-            self.decide_changed(backward, changes)
+            decided = self.decide_changed(backward, changes)
+        self.note_grown(backward)
         plan = plan_steps(
             self.program,
             self.inputs,
             self.decisions,
             self.decider.env,
-            [self.output(j, backward) for j in range(len(self.required))],
+            [self.output(j) for j in range(len(self.required))],
             self.solver.axes,
         )
-        preferences = backward.preferences
+        preferences = backward.said.preferences
         nothing = self.decider.nothing
         return Solved(
             plan, tuple(preferences.get(v, nothing) for v in self.program.inputs)
         )
 
-    def propagate_backward(self) -> BackwardResult:
-        """Goes backward over what a forward round decided."""
-        return propagate_backward(
+    def backward(self) -> Backward:
+        """The backward half, before its first round."""
+        axes = self.solver.axes
+        asked = Asked.of(
             self.program,
-            self.decisions,
-            self.decider.env,
             self.required,
             self.output_preferences,
             self.may_stay_unreduced,
-            self.solver.axes,
+            axes,
+        )
+        return Backward(
+            self.program,
+            Uses.of(self.program),
+            self.decisions,
+            self.decider.env,
+            axes,
             self.solver.known.backward,
+            asked,
         )
 
-    def note_grown(
-        self, preferences: dict[int, Preferences], free: dict[int, Preferences]
-    ) -> None:
-        """Says where `preferences` are other than the last round by itself found."""
-        grown = {v for v, each in preferences.items() if free.get(v) != each}
+    def note_grown(self, backward: Backward) -> None:
+        """Says where preferences are other than the last round by itself found."""
+        free, said = backward.preferences, backward.said.preferences
+        grown = {v for v, each in said.items() if free.get(v) != each}
         if not grown:
             return
         for i, node in enumerate(self.program.nodes):
@@ -221,7 +223,7 @@ class _Body:
                 notes = (*decision.notes, GREW)
                 self.decisions[i] = replace(decision, notes=notes)
 
-    def output(self, j: int, backward: BackwardResult) -> Sharding:
+    def output(self, j: int) -> Sharding:
         """The sharding in which output `j` is returned."""
         fixed, atom = self.required[j], self.program.outputs[j]
         if fixed is not None:
@@ -233,29 +235,34 @@ class _Body:
         each = enumerate(zip(state, done, strict=True))
         return tuple(s if axis in stays else d for axis, (s, d) in each)
 
-    def decide_all(self, backward: BackwardResult) -> None:
+    def decide_all(self, said: Said) -> None:
         """Decides every node in order; also the sharding of every value."""
         for node in self.program.nodes:
-            decision = self.decider.decide(node, backward)
+            decision = self.decider.decide(node, said)
             self.decisions.append(decision)
             self.decider.env.update(zip(node.outputs, decision.results, strict=True))
 
-    def decide_changed(self, backward: BackwardResult, changes: set[int]) -> None:
+    def decide_changed(self, backward: Backward, changes: set[int]) -> set[int]:
         """Decides again what depends on `changes`, the values of which the backward
-        half says something new, or on a value whose sharding changes thereby."""
-        moved: set[int] = set()
-        for index, node in enumerate(self.program.nodes):
-            inputs = [a for a in node.inputs if isinstance(a, int)]
-            same = changes.isdisjoint(node.outputs) and moved.isdisjoint(inputs)
-            # Bodies of control flow are given what is preferred of operands, too.
-            if same and (node.kind == "op" or changes.isdisjoint(inputs)):
-                continue
-            decision = self.decider.decide(node, backward)
+        half says something new, or on a value whose sharding changes thereby; the
+        nodes that were."""
+        nodes, uses = self.program.nodes, backward.uses
+        agenda = Agenda(uses.makers[v] for v in changes if v in uses.makers)
+        for value in changes:
+            for index, _ in uses.readers.get(value, ()):
+                # Bodies of control flow are given what is preferred of operands, too.
+                if nodes[index].kind != "op":
+                    agenda.add(index)
+        for index in agenda:
+            decision = self.decider.decide(nodes[index], backward.said)
             self.decisions[index] = decision
-            for value, state in zip(node.outputs, decision.results, strict=True):
+            made = zip(nodes[index].outputs, decision.results, strict=True)
+            for value, state in made:
                 if self.decider.env[value] != state:
                     self.decider.env[value] = state
-                    moved.add(value)
+                    for reader, _ in uses.readers.get(value, ()):
+                        agenda.add(reader)
+        return agenda.seen
 
 
 def propagate(
