@@ -188,15 +188,18 @@ class Backward:
 
     def choose_reduction(self, value: int, node: Node) -> None:
         """All consumers of `value` are known: is it better reduced now or by them?"""
+        for axis in range(len(self.axes.names)):
+            self.cost.pop((value, axis), None)
+            self.merges.discard((value, axis))
+            self.reduced.discard((value, axis))
+        if not is_unreduced(self.env[value]):
+            return
         aval = self.program.avals[value]
         preferences = self.preferences.get(value)
         readers = dict.fromkeys(index for index, _ in self.uses.readers.get(value, ()))
         each = [terms for index in readers for terms in self.terms.get(index, ())]
         for axis in range(len(self.axes.names)):
             place = value, axis
-            self.cost.pop(place, None)
-            self.merges.discard(place)
-            self.reduced.discard(place)
             if not self.unreduced(value, axis):
                 continue
             scatters = preferences is not None and any(
