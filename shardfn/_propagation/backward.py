@@ -28,7 +28,7 @@ from shardfn._propagation.preferences import Preferences, either
 
 @dataclass(slots=True)
 class Said:
-    """What the next forward round is told of values.
+    """What is said of values to the next forward round.
 
     Attributes:
       preferences: per value, what its consumers prefer; absent if they are free.
@@ -97,7 +97,7 @@ class Backward:
       axes: the mesh axes.
       memo: what equal equations share.
       asked: what is asked of what the program returns.
-      said: what the forward half was told.
+      said: what was said to the forward half.
       preferences: what is preferred by what was decided last; `said` may say more.
       reduced: the same of sums that are to be reduced where they are made.
       passed: per node, what it prefers of its operands.
@@ -158,7 +158,7 @@ class Backward:
         return {value for value in seen if self.say(value, grows)}
 
     def say(self, value: int, grows: bool) -> bool:
-        """Tells what was found of a value; whether that is new."""
+        """Says to it what was found of a value; whether that is new."""
         was, now = self.said.preferences.get(value), self.preferences.get(value)
         if grows and was is not None:
             now = was if now is None else self.memo.join(was, now)
