@@ -27,8 +27,11 @@ from jax.extend.core import jaxprs_in_params
 import shardfn
 
 DEVICES, ROWS, TOKENS, WIDTH, HEADS, VOCABULARY = 8, 16, 32, 64, 4, 256
+FEW_TOKENS, EXPERT_WIDTH, EXPERT_UNITS = 64, 512, 1024
+Made = tuple[Callable[..., Any], Any, Any]
+"""A plain step, and the avals of its state and batch."""
+
 HEADER = (
-    "layers",
     "equations",
     "plain trace + lower",
     "shardfn trace + plan",
@@ -73,15 +76,32 @@ def block(layer: dict[str, jax.Array], x_BxTxD: jax.Array) -> jax.Array:
     return x_BxTxD + hidden_BxTxF @ layer["down"]
 
 
-def make_step(layers: int) -> tuple[Callable[..., Any], Any, Any]:
-    """The plain step, and the avals of its state and batch."""
+def trained(
+    loss_fn: Callable[..., jax.Array], create_params: Callable[..., Any], batch: Any
+) -> Made:
+    """A step that updates parameters by AdamW, clipped."""
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+
+    def create(key: jax.Array) -> Any:
+        params = create_params(key)
+        return {"params": params, "opt": tx.init(params)}
+
+    def train_step(state: Any, batch: Any) -> Any:
+        loss, grads = jax.value_and_grad(loss_fn)(state["params"], batch)
+        updates, opt = tx.update(grads, state["opt"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        return {"params": params, "opt": opt}, {"loss": loss}
+
+    return train_step, jax.eval_shape(create, jax.random.key(0)), batch
+
+
+def make_step(layers: int) -> Made:
+    """The transformer."""
 
     def create(key: jax.Array) -> Any:
         keys = jax.random.split(key, layers + 1)
         embedding = 0.02 * jax.random.normal(keys[0], (VOCABULARY, WIDTH))
-        params = {"embedding": embedding, "layers": [init_layer(k) for k in keys[1:]]}
-        return {"params": params, "opt": tx.init(params)}
+        return {"embedding": embedding, "layers": [init_layer(k) for k in keys[1:]]}
 
     def loss_fn(params: Any, batch: Any) -> jax.Array:
         x_BxTxD = params["embedding"][batch["tokens"]]
@@ -93,15 +113,28 @@ def make_step(layers: int) -> tuple[Callable[..., Any], Any, Any]:
         )
         return losses_BxT.mean()
 
-    def train_step(state: Any, batch: Any) -> Any:
-        loss, grads = jax.value_and_grad(loss_fn)(state["params"], batch)
-        updates, opt = tx.update(grads, state["opt"], state["params"])
-        params = optax.apply_updates(state["params"], updates)
-        return {"params": params, "opt": opt}, {"loss": loss}
-
     tokens = jax.ShapeDtypeStruct((ROWS, TOKENS), jnp.int32)
-    state = jax.eval_shape(create, jax.random.key(0))
-    return train_step, state, {"tokens": tokens, "targets": tokens}
+    return trained(loss_fn, create, {"tokens": tokens, "targets": tokens})
+
+
+def make_experts(experts: int) -> Made:
+    """Experts that all see all tokens, weighed by a router."""
+
+    def create(key: jax.Array) -> Any:
+        up = jnp.ones((EXPERT_WIDTH, EXPERT_UNITS))
+        router = jnp.ones((EXPERT_WIDTH, experts))
+        return {"router": router, "experts": [{"up": up, "down": up.T}] * experts}
+
+    def loss_fn(params: Any, x_TxD: jax.Array) -> jax.Array:
+        gates_TxE = jax.nn.softmax(x_TxD @ params["router"])
+        y_TxD = x_TxD
+        for e, expert in enumerate(params["experts"]):
+            hidden_TxF = jax.nn.gelu(x_TxD @ expert["up"])
+            y_TxD += gates_TxE[:, e : e + 1] * (hidden_TxF @ expert["down"])
+        return jnp.mean(y_TxD**2)
+
+    batch = jax.ShapeDtypeStruct((FEW_TOKENS, EXPERT_WIDTH), jnp.float32)
+    return trained(loss_fn, create, batch)
 
 
 def equations(jaxpr: Any) -> int:
@@ -119,9 +152,9 @@ def seconds(run: Callable[[], Any]) -> float:
     return time.process_time() - start
 
 
-def row(layers: int, repeats: int) -> tuple[str, ...]:
+def row(name: str, made: Made, repeats: int) -> tuple[str, ...]:
     """One line of the table."""
-    step, state, batch = make_step(layers)
+    step, state, batch = made
     mesh = jax.make_mesh((DEVICES,), ("data",))
 
     def fresh() -> Callable[..., Any]:
@@ -142,7 +175,7 @@ def row(layers: int, repeats: int) -> tuple[str, ...]:
     ratio = statistics.median(a / b for a, b in pairs)
     plan = statistics.median(planned[1:])
     return (
-        str(layers),
+        name,
         str(count),
         f"{statistics.median(plain[1:]):.2f} s",
         f"{plan:.2f} s",
@@ -152,9 +185,9 @@ def row(layers: int, repeats: int) -> tuple[str, ...]:
     )
 
 
-def profile(layers: int) -> None:
+def profile(made: Made) -> None:
     """Prints where the planning of a step with warm caches spends its time."""
-    step, state, batch = make_step(layers)
+    step, state, batch = made
     mesh = jax.make_mesh((DEVICES,), ("data",))
     for run in (lambda f: f(), cProfile.Profile().runcall):
         sharded = shardfn.fully_shard(lambda s, b: step(s, b), mesh, min_size=WIDTH + 1)
@@ -165,15 +198,21 @@ def profile(layers: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--layers", type=int, nargs="*", default=[12, 24, 48, 96])
+    parser.add_argument("--experts", type=int, nargs="*", help="instead of layers")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--profile", action="store_true")
     arguments = parser.parse_args()
+    kind = "layers" if arguments.experts is None else "experts"
+    make = make_step if arguments.experts is None else make_experts
+    sizes = getattr(arguments, kind)
     if arguments.profile:
-        return profile(arguments.layers[-1])
-    print("  ".join(HEADER))
-    for layers in arguments.layers:
-        cells = zip(row(layers, arguments.repeats), HEADER, strict=True)
-        print("  ".join(cell.rjust(len(name)) for cell, name in cells), flush=True)
+        return profile(make(sizes[-1]))
+    header = kind, *HEADER
+    print("  ".join(header))
+    for size in sizes:
+        cells = row(str(size), make(size), arguments.repeats)
+        pairs = zip(cells, header, strict=True)
+        print("  ".join(cell.rjust(len(name)) for cell, name in pairs), flush=True)
 
 
 if __name__ == "__main__":

@@ -171,7 +171,7 @@ def dimensions_of(planned: Planned) -> tuple[dict[str, dict[str, int]], StoredBy
     )
     names = [leaf_name(leaf.path) for leaf in planned.state]
     fixed = frozenset(n for n in names if _is_asked(planned.control.of(n).shard))
-    found = choose_dimensions(planner, fixed)
+    found = choose_dimensions(planner, (planned.program, planned.body), fixed)
     axis = axes.names[axes.stored]
     return {name: {axis: dim} for name, dim in found.dimensions.items()}, found
 

@@ -16,10 +16,10 @@ from shardfn._core.limits import (
     STATIONARY_GROUPS,
     STATIONARY_SHARE,
 )
-from shardfn._core.sent_bytes import Sent, sent
+from shardfn._core.sent_bytes import Made, Sent, sent
 from shardfn._core.sharding import Sharding, Split, on_axis
 from shardfn._lowering.choose_stationary import with_sums
-from shardfn._lowering.leaf_uses import leaves_met, updated_with, uses_of
+from shardfn._lowering.leaf_uses import leaves_met, updated_together, uses_of
 from shardfn._lowering.plan_jaxpr import Planner
 from shardfn.analysis._text import size_text
 
@@ -52,24 +52,26 @@ class StoredByUse:
         return f"{sends[0]} instead of {sends[1]}"
 
 
-def choose_dimensions(planner: Planner, fixed: frozenset[str]) -> StoredByUse:
+def choose_dimensions(
+    planner: Planner, made: Made, fixed: frozenset[str]
+) -> StoredByUse:
     """The dimensions with which a step sends least.
 
     Args:
       planner: of the step, its state stored as it is now.
+      made: the step's plan.
       fixed: leaves that stay as they are.
 
     Returns:
       The dimensions, and what they save.
     """
-    _, made, _ = planner.choose()
     now = sent(*made, planner.axes)
     search = _Search.of(planner, fixed)
     found = search.best()
     if not found:
         return StoredByUse({}, now, now)
-    _, made, _ = search.stored(found).choose()
-    then = sent(*made, planner.axes)
+    _, best, _ = search.stored(found).choose()
+    then = sent(*best, planner.axes)
     worth = max(STATIONARY_BYTES, STATIONARY_SHARE * now.bytes)
     if now.price - then.price < worth:
         return StoredByUse({}, now, now)
@@ -109,11 +111,14 @@ class _Search:
         met = may.intersection(leaves_met(program, body)) - gathered.keys()
         shapes = _shapes(planner)
         alike: dict[object, set[str]] = {}
-        for name in sorted((small | met) - fixed):
-            key = shapes[name], gathered.get(name)
-            linked = updated_with(program, frozenset({name})) & may
-            same = {x for x in linked if shapes[x] == shapes[name]}
-            alike.setdefault(key, set()).update(same - fixed)
+        together = updated_together(program)
+        uses = dict.fromkeys(
+            (shapes[x], gathered.get(x), together.get(x, frozenset({x})))
+            for x in sorted((small | met) - fixed)
+        )
+        for shape, use, linked in uses:
+            same = {x for x in linked & may if shapes[x] == shape}
+            alike.setdefault((shape, use), set()).update(same - fixed)
         groups = sorted(
             map(frozenset, alike.values()),
             key=lambda names: (-sum(math.prod(shapes[x]) for x in names), min(names)),
@@ -132,8 +137,12 @@ class _Search:
                     found = min(options, key=lambda dims: self.sent(dims).price)
             if found == before:
                 break
+        return self.changed(found)
+
+    def changed(self, dims: Dimensions) -> dict[str, int]:
+        """Those of the dimensions that leaves are not stored on now."""
         now = self.now()
-        return {name: dim for name, dim in found.items() if now[name] != dim}
+        return {name: dim for name, dim in dims.items() if now[name] != dim}
 
     def alike(self) -> Iterator[dict[str, int]]:
         """All groups on a dimension of one size, such as heads, or an MLP's units: what
@@ -177,6 +186,7 @@ class _Search:
 
     def sent(self, dims: Dimensions) -> Sent:
         """What is sent if leaves are stored so, and all of them stay."""
+        dims = self.changed(dims)
         key = tuple(sorted(dims.items()))
         if key not in self.tried:
             plan = self.stored(dims).plan

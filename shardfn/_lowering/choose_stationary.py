@@ -7,7 +7,6 @@ Transformer Inference, arXiv:2211.05102, section 3. A step in which what leaves 
 not much smaller than they are, as in most training, is not planned twice.
 """
 
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -28,7 +27,7 @@ from shardfn._lowering.leaf_uses import (
     exchanged_bytes,
     leaves_met,
     scatters_sums,
-    updated_with,
+    updated_together,
     uses_of,
 )
 from shardfn._lowering.live_bytes import live_bytes
@@ -179,9 +178,11 @@ def choose_stationary(
     if not (asked or still or may_stay):
         return made, StationaryChoice()
 
-    @functools.cache
+    together = updated_together(program)
+
     def updated(stays: frozenset[str]) -> frozenset[str]:
-        return still & updated_with(program, stays)
+        met = {together.get(name, frozenset({name})) for name in stays}
+        return still & frozenset().union(*met)
 
     whole = False
     if asked:
@@ -231,9 +232,10 @@ def choose_stationary(
         if not refused.more:
             refused = replace(none, gathers=considered, staying=seen or gathering)
         return made, replace(refused, gathering=gathering)
+    tried_sums = stays == considered
     stays |= asked
     others = updated(stays)
-    if not sums:
+    if not (sums or tried_sums):
         best, sums = with_sums(stays | others, axes, plan, best)
         least = sent(*best, axes)
     if refused.staying.price >= least.price:

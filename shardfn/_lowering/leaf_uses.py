@@ -130,19 +130,24 @@ def leaves_met(program: Program, body: BodyPlan) -> Iterator[str]:
             yield from itertools.chain(*itertools.compress(leaves, stays))
 
 
-def updated_with(program: Program, leaves: frozenset[str]) -> frozenset[str]:
-    """Leaves that meet these, or each other, element by element, as moments meet a
-    gradient; and these."""
+def updated_together(program: Program) -> dict[str, frozenset[str]]:
+    """By leaf, those that meet it, or each other, element by element, as moments meet a
+    gradient; and itself. Leaves that meet nothing so are not in it."""
     links: dict[str, set[str]] = {}
     for names in _met_elementwise(program):
         for name in names:
             links.setdefault(name, set()).update(names)
-    found, pending = set(leaves), list(leaves)
-    while pending:
-        new = links.get(pending.pop(), set()) - found
-        found |= new
-        pending += new
-    return frozenset(found)
+    together: dict[str, frozenset[str]] = {}
+    for name in links:
+        if name in together:
+            continue
+        found, pending = {name}, [name]
+        while pending:
+            new = links[pending.pop()] - found
+            found |= new
+            pending += new
+        together |= dict.fromkeys(found, frozenset(found))
+    return together
 
 
 def _met_elementwise(program: Program) -> Iterator[set[str]]:

@@ -2,10 +2,11 @@
 
 In: a program and every node's decision. Out: per value, the shardings that its
 consumers take without a move, and the unreduced values that should be reduced where
-they are made.
+they are made. Each round goes from the nodes that were decided to those that what they
+ask of their operands matters to, and no further.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,50 +15,28 @@ from shardfn._core.resharding import can_split
 from shardfn._core.sharding import (
     Axes,
     Sharding,
-    Split,
     Unreduced,
     is_unreduced,
 )
 from shardfn._core.sizes import elements, nbytes
+from shardfn._propagation.agenda import Agenda, Uses
+from shardfn._propagation.asked import Asked, ValueAxis
 from shardfn._propagation.decision import Decision
 from shardfn._propagation.operand_preferences import flow_preferences, op_preferences
-from shardfn._propagation.preferences import Preferences
-
-ValueAxis = tuple[int, int]
-"""A value and a mesh axis."""
+from shardfn._propagation.preferences import Preferences, either
 
 
-@dataclass(frozen=True, slots=True)
-class BackwardResult:
-    """What a backward pass found.
+@dataclass(slots=True)
+class Said:
+    """What is said of values to the next forward round.
 
     Attributes:
       preferences: per value, what its consumers prefer; absent if they are free.
       reduce_at_producer: unreduced values, per mesh axis, to be reduced there.
     """
 
-    preferences: dict[int, Preferences]
-    reduce_at_producer: frozenset[ValueAxis]
-
-    def changes(self, before: "BackwardResult") -> set[int]:
-        """The values of which it says something else than a pass before it."""
-        values = {
-            value for value, _ in self.reduce_at_producer ^ before.reduce_at_producer
-        }
-        values.update(before.preferences.keys() - self.preferences.keys())
-        was = before.preferences.get
-        values.update(
-            v for v, preferences in self.preferences.items() if was(v) != preferences
-        )
-        return values
-
-    def grown(self, before: "BackwardResult") -> dict[int, Preferences]:
-        """What is preferred of every value, or was by a pass before it."""
-        preferences = dict(before.preferences)
-        for value, now in self.preferences.items():
-            was = preferences.get(value, now)
-            preferences[value] = tuple(a | b for a, b in zip(was, now, strict=True))
-        return preferences
+    preferences: dict[int, Preferences] = field(default_factory=dict)
+    reduce_at_producer: set[ValueAxis] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -76,103 +55,151 @@ class Memo:
         default_factory=dict
     )
 
+    def join(self, one: Preferences, other: Preferences) -> Preferences:
+        """What either prefers."""
+        if one is other:
+            return one
+        pair = one, other
+        joined = self.joined.get(pair)
+        if joined is None:
+            self.joined[pair] = joined = either(one, other)
+        return joined
 
-def propagate_backward(
-    program: Program,
-    decisions: Sequence[Decision],
-    env: dict[int, Sharding],
-    required: Sequence[Sharding | None],
-    output_preferences: Sequence[Preferences],
-    may_stay_unreduced: Sequence[frozenset[int]],
-    axes: Axes,
-    memo: Memo,
-) -> BackwardResult:
-    """Goes through the program backwards, from what is preferred of its outputs."""
-    pass_ = _Pass(program, env, axes, memo)
-    for j, atom in enumerate(program.outputs):
-        if isinstance(atom, int):
-            pass_.output(
-                atom, required[j], output_preferences[j], may_stay_unreduced[j]
-            )
-    for node, decision in zip(
-        reversed(program.nodes), reversed(decisions), strict=True
-    ):
-        pass_.node(node, decision)
-    return BackwardResult(pass_.preferences, frozenset(pass_.reduce_at_producer))
+
+@dataclass(frozen=True, slots=True)
+class _Terms:
+    """What a node does with its unreduced operands along one mesh axis.
+
+    Attributes:
+      axis: the mesh axis.
+      passed: those that it takes as terms.
+      stopped: those of which it needs the sum.
+      share: the bytes to move for each of `passed` if it is left to this node.
+      merges: whether what is left to it is added to another unreduced value.
+    """
+
+    axis: int
+    passed: frozenset[int]
+    stopped: frozenset[int]
+    share: float
+    merges: bool
 
 
 @dataclass(slots=True)
-class _Pass:
-    """State of one backward pass.
+class Backward:
+    """The backward half while one program is solved.
 
-    `sums` holds the values that are unreduced along some axis. `deferred` is, for each
-    of them, the bytes to move if it is left to its consumers (an all-reduce moves twice
-    what a reduce-scatter does), `blocked` those of which some consumer needs the sum,
-    `merges` those that a consumer adds to another unreduced value.
+    Attributes:
+      program: the program.
+      uses: who makes and reads its values.
+      decisions: one per node; the forward half writes them.
+      env: shardings of its values; so it does these.
+      axes: the mesh axes.
+      memo: what equal equations share.
+      asked: what is asked of what the program returns.
+      said: what was said to the forward half.
+      preferences: what is preferred by what was decided last; `said` may say more.
+      reduced: the same of sums that are to be reduced where they are made.
+      passed: per node, what it prefers of its operands.
+      terms: per node that has unreduced operands, what it does with them.
+      stale: values of whose consumers one asks something else than before.
+      cost: bytes to move for a sum: if it is left to its consumers (an all-reduce moves
+        twice what a reduce-scatter does) or reduced where it is made.
+      merges: sums that a consumer adds to another unreduced value.
     """
 
     program: Program
-    env: dict[int, Sharding]
+    uses: Uses
+    decisions: Sequence[Decision]
+    env: Mapping[int, Sharding]
     axes: Axes
     memo: Memo
+    asked: Asked
+    said: Said = field(default_factory=Said)
     preferences: dict[int, Preferences] = field(default_factory=dict)
-    sums: set[int] = field(init=False)
-    reduce_at_producer: set[ValueAxis] = field(default_factory=set)
-    deferred: dict[ValueAxis, float] = field(default_factory=dict)
+    reduced: set[ValueAxis] = field(default_factory=set)
+    passed: dict[int, tuple[Preferences, ...]] = field(default_factory=dict)
+    terms: dict[int, tuple[_Terms, ...]] = field(default_factory=dict)
+    stale: set[int] = field(init=False)
     cost: dict[ValueAxis, float] = field(default_factory=dict)
-    blocked: set[ValueAxis] = field(default_factory=set)
     merges: set[ValueAxis] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.sums = {
-            value for value, sharding in self.env.items() if is_unreduced(sharding)
-        }
+        self.stale = set(self.asked.preferences)
 
-    def add(self, value: int, preferences: Preferences) -> None:
-        """Notes what one more consumer of `value` prefers."""
-        old = self.preferences.get(value)
-        if old is None:
-            if any(preferences):
-                self.preferences[value] = preferences
-        elif old is not preferences:
-            pair = old, preferences
-            joined = self.memo.joined.get(pair)
-            if joined is None:
-                joined = tuple(a | b for a, b in zip(*pair, strict=True))
-                self.memo.joined[pair] = joined
-            self.preferences[value] = joined
+    def go(self, decided: Iterable[int], grows: bool) -> set[int]:
+        """One round.
+
+        Args:
+          decided: the nodes that were decided since the last one.
+          grows: whether preferences can only grow from now on.
+
+        Returns:
+          The values of which something else is said than before.
+        """
+        decided, seen = frozenset(decided), set[int]()
+        agenda = Agenda(decided, last_first=True)
+        for index in agenda:
+            node = self.program.nodes[index]
+            for value in node.outputs:
+                if index in decided or value in self.stale:
+                    self.gather(value)
+                    self.choose_reduction(value, node)
+                    seen.add(value)
+            for value in self.visit(index, node):
+                self.stale.add(value)
+                if (maker := self.uses.makers.get(value)) is not None:
+                    agenda.add(maker)
+            self.stale.difference_update(node.outputs)
+        for value in self.stale:  # arguments
+            self.gather(value)
+        seen |= self.stale
+        self.stale.clear()
+        return {value for value in seen if self.say(value, grows)}
+
+    def say(self, value: int, grows: bool) -> bool:
+        """Says to it what was found of a value; whether that is new."""
+        was, now = self.said.preferences.get(value), self.preferences.get(value)
+        if grows and was is not None:
+            now = was if now is None else self.memo.join(was, now)
+        if now is None:
+            self.said.preferences.pop(value, None)
+        else:
+            self.said.preferences[value] = now
+        axes = range(len(self.axes.names))
+        sums = {(value, axis) for axis in axes if (value, axis) in self.reduced}
+        new = sums - self.said.reduce_at_producer
+        self.said.reduce_at_producer |= new
+        return now != was or bool(new)
+
+    def gather(self, value: int) -> None:
+        """What all consumers of a value prefer together."""
+        found = self.asked.preferences.get(value)
+        for index, i in self.uses.readers.get(value, ()):
+            preferences = self.passed[index][i]
+            found = self.memo.join(found or preferences, preferences)
+        if found is not None and any(found):
+            self.preferences[value] = found
+        else:
+            self.preferences.pop(value, None)
 
     def unreduced(self, value: int, axis: int) -> bool:
         return isinstance(self.env[value][axis], Unreduced)
 
-    def output(
-        self,
-        value: int,
-        fixed: Sharding | None,
-        preferences: Preferences,
-        may_stay_unreduced: frozenset[int],
-    ) -> None:
-        states = fixed if fixed is not None else self.axes.replicated
-        given = (
-            frozenset({s}) if isinstance(s, Split) else opinions
-            for s, opinions in zip(states, preferences, strict=True)
-        )
-        self.add(value, tuple(given))
-        for axis, state in enumerate(states):
-            if not self.unreduced(value, axis):
-                continue
-            may_stay = axis in may_stay_unreduced and (
-                fixed is None or isinstance(state, Unreduced)
-            )
-            if not may_stay:
-                self.blocked.add((value, axis))
-
-    def choose_reduction(self, value: int) -> None:
+    def choose_reduction(self, value: int, node: Node) -> None:
         """All consumers of `value` are known: is it better reduced now or by them?"""
+        for axis in range(len(self.axes.names)):
+            self.cost.pop((value, axis), None)
+            self.merges.discard((value, axis))
+            self.reduced.discard((value, axis))
+        if not is_unreduced(self.env[value]):
+            return
         aval = self.program.avals[value]
         preferences = self.preferences.get(value)
+        readers = dict.fromkeys(index for index, _ in self.uses.readers.get(value, ()))
+        each = [terms for index in readers for terms in self.terms.get(index, ())]
         for axis in range(len(self.axes.names)):
-            place = (value, axis)
+            place = value, axis
             if not self.unreduced(value, axis):
                 continue
             scatters = preferences is not None and any(
@@ -181,54 +208,64 @@ class _Pass:
                 for w in preferences[axis]
             )
             own = nbytes(aval) * (1 if scatters else 2)
-            deferred = self.deferred.get(place, 0.0)
-            merged = place in self.merges
-            waits = place not in self.blocked and (
+            left = [t for t in each if t.axis == axis and value in t.passed]
+            deferred = sum(terms.share for terms in left)
+            merged = any(terms.merges for terms in left)
+            waits = not self.blocked(value, axis, node, each) and (
                 deferred < own or (merged and deferred <= own)
             )
             self.cost[place] = deferred if waits else own
             if not waits:
-                self.reduce_at_producer.add(place)
-                self.merges.discard(place)
-
-    def node(self, node: Node, decision: Decision) -> None:
-        waits = node.rule is not None and bool(node.rule.terms)
-        for value in node.outputs:
-            if value in self.sums:
-                each = range(len(self.axes.names)) if waits else ()
-                self.blocked.update((value, axis) for axis in each)
-                self.choose_reduction(value)
-        if any(isinstance(a, int) and a in self.sums for a in node.inputs):
-            for axis in range(len(self.axes.names)):
-                self.terms(node, decision, axis)
-        for atom, preferences in zip(
-            node.inputs, self.passed(node, decision), strict=True
-        ):
-            if isinstance(atom, int):
-                self.add(atom, preferences)
-
-    def terms(self, node: Node, decision: Decision, axis: int) -> None:
-        """Notes what it costs to leave unreduced operands to this node."""
-        passed, stopped = set(), set()
-        for i, atom in enumerate(node.inputs):
-            if isinstance(atom, int) and self.unreduced(atom, axis):
-                stays = isinstance(decision.operands[i][axis], Unreduced)
-                (passed if stays else stopped).add(atom)
-        self.blocked.update((v, axis) for v in stopped)
-        if not passed:
-            return
-        results = [(r, axis) for r in node.outputs]
-        total = sum(self.cost.get(r, 0.0) for r in results)
-        if node.rule is not None and node.rule.terms:
-            total = 0.0
-        merging = len(passed) > 1 or any(r in self.merges for r in results)
-        for value in passed:
-            place = (value, axis)
-            self.deferred[place] = self.deferred.get(place, 0.0) + total / len(passed)
-            if merging:
+                self.reduced.add(place)
+            elif merged:
                 self.merges.add(place)
 
-    def passed(self, node: Node, decision: Decision) -> tuple[Preferences, ...]:
+    def blocked(
+        self, value: int, axis: int, node: Node, each: Sequence[_Terms]
+    ) -> bool:
+        """Whether somebody needs the sum of `value`, or its node makes only sums."""
+        if (value, axis) in self.asked.blocked:
+            return True
+        if node.rule is not None and node.rule.terms:
+            return True
+        return any(terms.axis == axis and value in terms.stopped for terms in each)
+
+    def visit(self, index: int, node: Node) -> set[int]:
+        """Notes what a node asks of its operands; those of which it is something
+        else than before."""
+        decision, before = self.decisions[index], self.passed.get(index)
+        now = self.prefers(node, decision)
+        changed = {
+            atom
+            for i, atom in enumerate(node.inputs)
+            if isinstance(atom, int) and (before is None or before[i] != now[i])
+        }
+        self.passed[index] = now
+        operands = [atom for atom in node.inputs if isinstance(atom, int)]
+        sums = any(is_unreduced(self.env[atom]) for atom in operands)
+        terms = tuple(self.terms_of(node, decision)) if sums else ()
+        if terms != self.terms.get(index, ()):
+            changed.update(operands)
+            self.terms[index] = terms
+        return changed
+
+    def terms_of(self, node: Node, decision: Decision) -> Iterable[_Terms]:
+        """What a node does with unreduced operands, along each mesh axis."""
+        for axis in range(len(self.axes.names)):
+            passed, stopped = set[int](), set[int]()
+            for i, atom in enumerate(node.inputs):
+                if isinstance(atom, int) and self.unreduced(atom, axis):
+                    stays = isinstance(decision.operands[i][axis], Unreduced)
+                    (passed if stays else stopped).add(atom)
+            results = [(r, axis) for r in node.outputs]
+            total = sum(self.cost.get(r, 0.0) for r in results)
+            if node.rule is not None and node.rule.terms:
+                total = 0.0
+            merges = len(passed) > 1 or any(r in self.merges for r in results)
+            share = total / max(len(passed), 1)
+            yield _Terms(axis, frozenset(passed), frozenset(stopped), share, merges)
+
+    def prefers(self, node: Node, decision: Decision) -> tuple[Preferences, ...]:
         """What a node prefers of its operands, by what is preferred of its results."""
         if node.kind != "op":
             return tuple(map(flow_preferences, decision.preferences, decision.operands))

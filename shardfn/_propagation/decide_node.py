@@ -1,6 +1,6 @@
 """How one node is decided: by its rule, as control flow, or on whole operands.
 
-In: a node, the shardings of its operands, what a backward pass found of its results.
+In: a node, the shardings of its operands, what the backward half says of its results.
 Out: its `Decision`; equal equations share one.
 """
 
@@ -17,7 +17,7 @@ from shardfn._core.program import Atom, Node, Program, aval_of, number_of
 from shardfn._core.sharding import Axes, Sharding
 from shardfn._core.sizes import elements
 from shardfn._propagation import control_flow
-from shardfn._propagation.backward import BackwardResult
+from shardfn._propagation.backward import Said
 from shardfn._propagation.decision import Decision
 from shardfn._propagation.exchange_rows import exchange_rows
 from shardfn._propagation.flow_site import FlowSite, Solve
@@ -78,11 +78,11 @@ class Decider:
             self.shared.get(a, 1) if isinstance(a, int) else 1 for a in node.inputs
         )
 
-    def decide(self, node: Node, backward: BackwardResult) -> Decision:
+    def decide(self, node: Node, said: Said) -> Decision:
         states = tuple(map(self.state, node.inputs))
         nothing = self.nothing
-        preferences = tuple(backward.preferences.get(v, nothing) for v in node.outputs)
-        now = tuple(self.reduces_at_producer(v, backward) for v in node.outputs)
+        preferences = tuple(said.preferences.get(v, nothing) for v in node.outputs)
+        now = tuple(self.reduces_at_producer(v, said) for v in node.outputs)
         if node.kind == "op" and node.rule is not None:
             # Equal layers are decided once: equal equations have one rule object.
             sources = tuple(map(self.source, node.inputs)) if self.sources else ()
@@ -104,7 +104,7 @@ class Decider:
         if node.kind == "op":
             decision = self.fallback(node, states)
         else:
-            decision = self.flow(node, states, preferences, backward)
+            decision = self.flow(node, states, preferences, said)
         return self.reduced(node, decision, states, preferences, now)
 
     def reduced(
@@ -162,7 +162,7 @@ class Decider:
         node: Node,
         states: tuple[Sharding, ...],
         preferences: tuple[Preferences, ...],
-        backward: BackwardResult,
+        said: Said,
     ) -> Decision:
         if node.kind == "barrier":
             return Decision(states, states, states, preferences=preferences)
@@ -177,13 +177,13 @@ class Decider:
             states=states,
             preferences=preferences,
             operand_preferences=[
-                backward.preferences.get(a, self.nothing)
+                said.preferences.get(a, self.nothing)
                 if isinstance(a, int)
                 else self.nothing
                 for a in node.inputs
             ],
             may_stay_unreduced=[
-                self.may_leave_unreduced(node, v, backward) for v in node.outputs
+                self.may_leave_unreduced(node, v, said) for v in node.outputs
             ],
             shared=self.shares(node),
             axes=self.axes,
@@ -200,9 +200,7 @@ class Decider:
     def result_avals(self, node: Node) -> list[Any]:
         return [self.program.avals[v] for v in node.outputs]
 
-    def may_leave_unreduced(
-        self, node: Node, value: int, backward: BackwardResult
-    ) -> frozenset[int]:
+    def may_leave_unreduced(self, node: Node, value: int, said: Said) -> frozenset[int]:
         """The mesh axes along which a result of control flow may leave it unreduced.
 
         What a loop makes in every iteration may if it is small, as one or as each of
@@ -217,7 +215,7 @@ class Decider:
             if self.is_small(node, value):
                 return axes
             return axes & {self.fed.get(self.program.leaf(value), -1)}
-        now = {axis for axis in axes if (value, axis) in backward.reduce_at_producer}
+        now = {axis for axis in axes if (value, axis) in said.reduce_at_producer}
         return (
             axes & {self.fed.get(self.program.leaf(value), -1)} - now if now else axes
         )
@@ -247,9 +245,7 @@ class Decider:
         leaf = self.program.leaf(value)
         return self.control.of(*leaf).accumulate == "defer"
 
-    def reduces_at_producer(
-        self, value: int, backward: BackwardResult
-    ) -> tuple[bool, ...]:
+    def reduces_at_producer(self, value: int, said: Said) -> tuple[bool, ...]:
         """Per mesh axis, whether `value` is to be reduced where it is made."""
         axes = range(len(self.axes.names))
-        return tuple((value, axis) in backward.reduce_at_producer for axis in axes)
+        return tuple((value, axis) in said.reduce_at_producer for axis in axes)

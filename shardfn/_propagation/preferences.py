@@ -46,6 +46,11 @@ def preferred(opinions: frozenset[Split | None]) -> Split | None:
     return min(splits, key=lambda s: (not s.stored, s.moved, s.dim)) if splits else None
 
 
+def either(one: Preferences, other: Preferences) -> Preferences:
+    """What one or the other prefers."""
+    return tuple(a | b for a, b in zip(one, other, strict=True))
+
+
 def union(preferences: Preferences, state: Sharding) -> Preferences:
     return tuple(
         w | {s} if isinstance(s, Split) else w

@@ -5,11 +5,12 @@ each node is decided. Out: its plan, and what it prefers its arguments in.
 
 Each round goes forward, deciding every node from its operands, then backward, noting
 what consumers prefer of each value and which unreduced values should be reduced where
-they are made, until a round changes nothing. Any round's decisions are a correct plan.
+they are made, until a round changes nothing. Either half visits only what a change
+before it reaches. Any round's decisions are a correct plan.
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from shardfn._core.limits import FREE_ROUNDS
@@ -17,7 +18,9 @@ from shardfn._core.program import Program, aval_of
 from shardfn._core.reasons import Note
 from shardfn._core.sent_bytes import sent
 from shardfn._core.sharding import Sharding
-from shardfn._propagation.backward import BackwardResult, Memo, propagate_backward
+from shardfn._propagation.agenda import Agenda, Uses
+from shardfn._propagation.asked import Asked
+from shardfn._propagation.backward import Backward, Memo, Said
 from shardfn._propagation.decide_node import Decider
 from shardfn._propagation.decision import Decision
 from shardfn._propagation.flow_site import Solved
@@ -66,83 +69,70 @@ class Rounds:
         self.decider.env.update(zip(self.program.inputs, self.inputs, strict=True))
         replicated = self.decider.axes.replicated
         self.decider.env.update((v, replicated) for v, _ in self.program.constants)
-        (first, backward), early = self._solved({})
-        if not early:
+        backward = self.last_round({})
+        first = self.solved(backward.said)
+        if backward.said.reduce_at_producer == backward.reduced:
             return first
-        asked = backward.preferences
+        asked = backward.said.preferences
         rows = self.decider.free & asked.keys()
-        (second, _), _ = self._solved({v: asked[v] for v in rows})
-        return min((first, second), key=self._price)
+        backward = self.last_round({v: asked[v] for v in rows})
+        return min((first, self.solved(backward.said)), key=self.price)
 
-    def _price(self, solved: Solved) -> float:
+    def price(self, solved: Solved) -> float:
         return sent(self.program, solved.plan, self.decider.axes).price
 
-    def _solved(
-        self, start: Mapping[int, Preferences]
-    ) -> tuple[tuple[Solved, BackwardResult], bool]:
-        """What rounds from a start find, and whether early ones reduced what the last
-        one would not."""
-        backward, early = self._last_round(start)
+    def solved(self, said: Said) -> Solved:
+        """What the last round found."""
         plan = plan_steps(
             self.program,
             self.inputs,
             self.decisions,
             self.decider.env,
-            [self.output(j, backward) for j in range(len(self.required))],
+            [self.output(j) for j in range(len(self.required))],
             self.decider.axes,
         )
-        preferences, nothing = backward.preferences, self.decider.nothing
-        each = (preferences.get(v, nothing) for v in self.program.inputs)
-        return (Solved(plan, tuple(each)), backward), early
+        nothing = self.decider.nothing
+        each = (said.preferences.get(v, nothing) for v in self.program.inputs)
+        return Solved(plan, tuple(each))
 
-    def _last_round(
-        self, start: Mapping[int, Preferences]
-    ) -> tuple[BackwardResult, bool]:
+    def last_round(self, start: Mapping[int, Preferences]) -> Backward:
         """Goes through the program until a round changes nothing.
 
         Args:
           start: what is preferred of values in the first round.
 
         Returns:
-          What the last round found, and whether an early one reduced something where it
-          is made that the last one would not.
+          The backward half after the last round.
         """
-        backward = BackwardResult(dict(start), frozenset())
-        self.decide_all(backward)
+        backward = self.backward(Said(dict(start)))
+        self.decide_all(backward.said)
+        decided: Iterable[int] = range(len(self.program.nodes))
         for round_ in itertools.count(1):
-            free = self.propagate_backward()
-            preferences = (
-                free.preferences if round_ <= FREE_ROUNDS else free.grown(backward)
-            )
-            found = BackwardResult(
-                preferences, free.reduce_at_producer | backward.reduce_at_producer
-            )
-            changes = found.changes(backward)
+            changes = backward.go(decided, grows=round_ > FREE_ROUNDS)
             if not changes:
-                self.note_grown(preferences, free.preferences)
-                return backward, free.reduce_at_producer != backward.reduce_at_producer
-            backward = found
-            self.decide_changed(backward, changes)
-        raise AssertionError("the rounds have no end")
+                break
+            decided = self.decide_changed(backward, changes)
+        self.note_grown(backward)
+        return backward
 
-    def propagate_backward(self) -> BackwardResult:
-        """Goes backward over what a forward round decided."""
-        return propagate_backward(
+    def backward(self, said: Said) -> Backward:
+        """The backward half, before its first round."""
+        axes = self.decider.axes
+        asked = Asked.of(
             self.program,
-            self.decisions,
-            self.decider.env,
             self.required,
             self.output_preferences,
             self.may_stay_unreduced,
-            self.decider.axes,
-            self.memo,
+            axes,
         )
+        uses = Uses.of(self.program)
+        given = self.decisions, self.decider.env, axes, self.memo
+        return Backward(self.program, uses, *given, asked, said)
 
-    def note_grown(
-        self, preferences: dict[int, Preferences], free: dict[int, Preferences]
-    ) -> None:
-        """Says where `preferences` are other than the last round by itself found."""
-        grown = {v for v, each in preferences.items() if free.get(v) != each}
+    def note_grown(self, backward: Backward) -> None:
+        """Says where preferences are other than the last round by itself found."""
+        free, said = backward.preferences, backward.said.preferences
+        grown = {v for v, each in said.items() if free.get(v) != each}
         if not grown:
             return
         for i, node in enumerate(self.program.nodes):
@@ -151,7 +141,7 @@ class Rounds:
                 notes = (*decision.notes, GREW)
                 self.decisions[i] = replace(decision, notes=notes)
 
-    def output(self, j: int, backward: BackwardResult) -> Sharding:
+    def output(self, j: int) -> Sharding:
         """The sharding in which output `j` is returned."""
         fixed, atom = self.required[j], self.program.outputs[j]
         if fixed is not None:
@@ -163,27 +153,32 @@ class Rounds:
         each = enumerate(zip(state, done, strict=True))
         return tuple(s if axis in stays else d for axis, (s, d) in each)
 
-    def decide_all(self, backward: BackwardResult) -> None:
+    def decide_all(self, said: Said) -> None:
         """Decides every node in order; also the sharding of every value."""
         self.decisions.clear()
         for node in self.program.nodes:
-            decision = self.decider.decide(node, backward)
+            decision = self.decider.decide(node, said)
             self.decisions.append(decision)
             self.decider.env.update(zip(node.outputs, decision.results, strict=True))
 
-    def decide_changed(self, backward: BackwardResult, changes: set[int]) -> None:
+    def decide_changed(self, backward: Backward, changes: set[int]) -> set[int]:
         """Decides again what depends on `changes`, the values of which the backward
-        half says something new, or on a value whose sharding changes thereby."""
-        moved: set[int] = set()
-        for index, node in enumerate(self.program.nodes):
-            inputs = [a for a in node.inputs if isinstance(a, int)]
-            same = changes.isdisjoint(node.outputs) and moved.isdisjoint(inputs)
-            # Bodies of control flow are given what is preferred of operands, too.
-            if same and (node.kind == "op" or changes.isdisjoint(inputs)):
-                continue
-            decision = self.decider.decide(node, backward)
+        half says something new, or on a value whose sharding changes thereby; the
+        nodes that were."""
+        nodes, uses = self.program.nodes, backward.uses
+        agenda = Agenda(uses.makers[v] for v in changes if v in uses.makers)
+        for value in changes:
+            for index, _ in uses.readers.get(value, ()):
+                # Bodies of control flow are given what is preferred of operands, too.
+                if nodes[index].kind != "op":
+                    agenda.add(index)
+        for index in agenda:
+            decision = self.decider.decide(nodes[index], backward.said)
             self.decisions[index] = decision
-            for value, state in zip(node.outputs, decision.results, strict=True):
+            made = zip(nodes[index].outputs, decision.results, strict=True)
+            for value, state in made:
                 if self.decider.env[value] != state:
                     self.decider.env[value] = state
-                    moved.add(value)
+                    for reader, _ in uses.readers.get(value, ()):
+                        agenda.add(reader)
+        return agenda.seen

@@ -52,21 +52,34 @@ class _Bucket:
 
     Attributes:
       kind: what they have in common.
+      at: index of the step whose place they take.
       members: their indices.
       bytes: of their values.
-      at: index of the step whose place they take.
       before: indices of what makes their sources, and goes with them.
       behind: the same of what is made of their results.
+      holds: all of `members` and `behind`.
       is_needed: whether they cannot take a later place.
     """
 
     kind: BucketKind
-    members: list[int]
-    bytes: int
     at: int
+    members: list[int] = field(default_factory=list)
+    bytes: int = 0
     before: list[int] = field(default_factory=list)
     behind: list[int] = field(default_factory=list)
+    holds: set[int] = field(default_factory=set)
     is_needed: bool = False
+
+    def join(self, index: int, bytes_: int) -> None:
+        """One more move."""
+        self.members.append(index)
+        self.holds.add(index)
+        self.bytes += bytes_
+
+    def follow(self, index: int) -> None:
+        """One more step that is made of a result."""
+        self.behind.append(index)
+        self.holds.add(index)
 
 
 @dataclass(slots=True)
@@ -98,7 +111,8 @@ class _Buckets:
         leaf = self.program.leaf(step.source.value)
         kind = kind_of(step, leaf, self.control, self.stays)
         if kind is not None and not self.join(kind, step, index):
-            self.open[kind] = _Bucket(kind, [index], bytes_of(step), index)
+            self.open[kind] = _Bucket(kind, at=index)
+            self.open[kind].join(index, bytes_of(step))
             self.buckets.append(self.open[kind])
 
     def results(self, index: int) -> tuple[Ref, ...]:
@@ -115,10 +129,10 @@ class _Buckets:
         for kind, bucket_ in list(self.open.items()):
             if kind.early and not kind.is_small:
                 continue
-            if makers.isdisjoint((*bucket_.members, *bucket_.behind)):
+            if makers.isdisjoint(bucket_.holds):
                 continue
             if self.is_unary(step) or (kind.is_small and self.is_elementwise(step)):
-                bucket_.behind.append(index)
+                bucket_.follow(index)
             elif kind.early:
                 bucket_.is_needed = True
             else:
@@ -152,8 +166,7 @@ class _Buckets:
             return False
         else:
             into.at = index
-        into.members.append(index)
-        into.bytes += bytes_of(step)
+        into.join(index, bytes_of(step))
         moved = into.members if chain is not None else (*into.members, *into.behind)
         for i in moved:
             self.made.update((ref, into.at) for ref in self.results(i))

@@ -3,6 +3,7 @@ the library than its size says: nothing recurses twice, or goes through all for 
 """
 
 import functools
+import itertools
 import os.path
 import sys
 from collections import Counter
@@ -99,6 +100,36 @@ def taken_apart(n: int) -> Case:
     return trained(lambda p, x: layers(jnp.split(p, n, axis=1), x), wide)
 
 
+def handed_on(n: int) -> Case:
+    """Each product wants its second factor split once its first one is: as many rounds
+    as products."""
+
+    def step(state, x):
+        made = [jnp.sin(jnp.full((16, 16), state + i)) for i in range(n)]
+        out = (x * made[0]).sum()
+        for one, other in itertools.pairwise(made):
+            out = out + jnp.tanh(one * other).sum()
+        return state, out
+
+    return step, jax.ShapeDtypeStruct((), jnp.float32), {}
+
+
+def experts(n: int) -> Case:
+    """A leaf per expert, of which all stay: what was found of the leaves that are
+    updated together, and of dimensions, is for all of them."""
+
+    def loss(params, x):
+        gates, y = jax.nn.softmax(x @ params["router"]), x
+        for i, (up, down) in enumerate(params["experts"]):
+            y = y + gates[:, i : i + 1] * (jnp.tanh(x @ up) @ down)
+        return jnp.mean(y**2)
+
+    up = jax.ShapeDtypeStruct((16, 2**16), jnp.float32)
+    down = jax.ShapeDtypeStruct((2**16, 16), jnp.float32)
+    router = jax.ShapeDtypeStruct((16, n), jnp.float32)
+    return trained(loss, {"router": router, "experts": [(up, down)] * n})
+
+
 def nested(n: int, inside: Callable[..., Any], control: Callable[..., Any]) -> Case:
     """Control flow in control flow, `n / 4` deep."""
 
@@ -121,6 +152,8 @@ CASES: dict[str, Callable[[int], Case]] = {
     "microbatches": microbatches,
     "joined": joined,
     "taken_apart": taken_apart,
+    "handed_on": handed_on,
+    "experts": experts,
     "branches_in_branches": functools.partial(
         nested,
         inside=lambda w, x: jnp.tanh(x @ w),
@@ -134,7 +167,7 @@ CASES: dict[str, Callable[[int], Case]] = {
 }
 
 
-def calls(case: Case) -> Counter[str]:
+def calls(case: Case, method: str = "plan") -> Counter[str]:
     """How often planning calls each function of the library, and it each other one."""
     step, state, options = case
     sharded = shardfn.fully_shard(step, cpu_mesh(8), min_size=0, **options)
@@ -149,7 +182,7 @@ def calls(case: Case) -> Counter[str]:
     before = sys.getprofile()
     sys.setprofile(note)
     try:
-        sharded.plan(state, batch)
+        getattr(sharded, method)(state, batch)
     finally:
         sys.setprofile(before)
     return seen
@@ -162,3 +195,17 @@ def test_planning_grows_as_the_program_does(name: str) -> None:
     grown = large.total() / small.total()
     worst = (large - Counter({k: 3 * v for k, v in small.items()})).most_common(3)
     assert grown < 3.4, worst
+
+
+def test_no_part_of_the_search_for_dimensions_grows_faster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However many plans it compares, which depends on how many groups there are."""
+    monkeypatch.setattr("shardfn._lowering.choose_dimensions.STATIONARY_GROUPS", 1)
+    monkeypatch.setattr("shardfn._lowering.choose_stationary.STATIONARY_GROUPS", 1)
+    small, large = (calls(experts(n), "best_dimensions") for n in (8, 24))
+    plans = large["Planner.plan"] / small["Planner.plan"]
+    assert small["Planner.plan"] > 4
+    grown = {k: v / small[k] for k, v in large.items() if v > large.total() / 1000}
+    worst = max(grown, key=grown.__getitem__)
+    assert grown[worst] < 3.4 * plans, worst
