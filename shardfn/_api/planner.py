@@ -81,11 +81,9 @@ def plan_traced(
                 for k, j in enumerate(traced.order)
             ),
         )
-        program = name_leaves(
-            program,
-            [*names, *[""] * (len(program.inputs) - len(names))],
-            [*names, *[""] * (len(program.outputs) - len(names))],
-        )
+        inside, outside = len(program.inputs), len(program.outputs)
+        each = ([*names, *[""] * (count - len(names))] for count in (inside, outside))
+        program = name_leaves(program, *each)
         return sum_before_factors(take_out_casts(fold_transposes(program)))
 
     made = plan_jaxpr(

@@ -255,9 +255,8 @@ class Planner:
             other = self.with_exchanges(stays, whole, exchange=False)
             if is_better(other, made, self.axes):
                 made, exchange = other, False
-        if observe is unobserved:
-            return made
-        return self.with_exchanges(stays, whole, exchange, observe)
+        asked = stays, whole, exchange
+        return made if observe is unobserved else self.with_exchanges(*asked, observe)
 
     def with_exchanges(
         self,

@@ -70,11 +70,10 @@ class Rounds:
         replicated = self.decider.axes.replicated
         self.decider.env.update((v, replicated) for v, _ in self.program.constants)
         backward = self.last_round({})
-        first = self.solved(backward.said)
-        if backward.said.reduce_at_producer == backward.reduced:
-            return first
-        asked = backward.said.preferences
+        first, asked = self.solved(backward.said), backward.said.preferences
         rows = self.decider.free & asked.keys()
+        if not rows or backward.said.reduce_at_producer == backward.reduced:
+            return first
         backward = self.last_round({v: asked[v] for v in rows})
         return min((first, self.solved(backward.said)), key=self.price)
 
