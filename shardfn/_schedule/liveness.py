@@ -119,6 +119,9 @@ class Liveness:
                 yield Ref(value), self.size(Ref(value), sharding)
             yield from _exported(self.program.nodes[step.node], step, self.axes)
 
+    def node(self, step: Apply) -> Node:
+        return self.program.nodes[step.node]
+
     def size(self, ref: Ref, sharding: Sharding) -> int:
         return local_bytes(self.program.avals[ref.value], sharding, self.axes)
 
@@ -212,7 +215,7 @@ class Liveness:
             refs = {s.result for s in step.steps if isinstance(s, Transfer)}
             sizes = (self.size(r, step.sharding) for r in {*refs, *step.made})
             return sum(sizes) // step.blocks
-        if not isinstance(step, Apply):
+        if not isinstance(step, Apply) or fusion.is_pointwise(self.node(step)):
             return 0
         if step.node not in self.within:
             self.within[step.node] = self.inside_bodies(step)
