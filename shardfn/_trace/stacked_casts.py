@@ -1,9 +1,10 @@
 """Casts behind a loop what its body casts to a wider dtype only to stack it.
 
 In: a program whose values are named after leaves. Out: the program, in which a loop
-stacks what it casts as it was before the cast, and one cast of the stack follows it. The
-bits are the same, and the stack takes less memory: gradients of a layer that computes in
-bfloat16 are stacked in that, and an optimizer in float32 casts them where it reads them.
+stacks what it casts as it was before the cast, and one cast of the stack follows it.
+The bits are the same, and the stack takes less memory: gradients of a layer that
+computes in bfloat16 are stacked in that, and an optimizer in float32 casts them where
+it reads them.
 """
 
 from collections.abc import Callable, Iterator, Sequence, Set
@@ -16,7 +17,7 @@ from jax import lax
 from shardfn._core import compat
 from shardfn._core.equation_key import equation_key
 from shardfn._core.leaves import Names
-from shardfn._core.program import VALUE, Node, Program
+from shardfn._core.program import VALUE, Node, Program, aval_of
 from shardfn._core.rule_registry import rule_of
 
 
@@ -117,7 +118,7 @@ def _narrowed(body: Program, wanted: Set[int]) -> tuple[Program, dict[int, Any]]
         if _is_widening(body, node):
             (source,) = node.inputs
             for j in places:
-                outputs[j], narrow[j] = source, avals[source].dtype
+                outputs[j], narrow[j] = source, aval_of(body, source).dtype
         elif node.is_call:
             at = {
                 k
@@ -133,9 +134,7 @@ def _narrowed(body: Program, wanted: Set[int]) -> tuple[Program, dict[int, Any]]
                 narrow |= {j: dtype for j in places if body.outputs[j] == value}
     if not narrow:
         return body, {}
-    made = replace(
-        body, nodes=tuple(nodes), avals=tuple(avals), outputs=tuple(outputs)
-    )
+    made = replace(body, nodes=tuple(nodes), avals=tuple(avals), outputs=tuple(outputs))
     return made, narrow
 
 
