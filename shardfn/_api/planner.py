@@ -29,7 +29,6 @@ from shardfn._lowering.plan_jaxpr import Planner, StepFacts, plan_jaxpr
 from shardfn._lowering.planned_program import Planned
 from shardfn._trace.leaf_names import name_leaves
 from shardfn._trace.passes import argument
-from shardfn._trace.stacked_casts import take_out_wider_stacks
 from shardfn._trace.tied_transposes import fold_transposes
 from shardfn._trace.trace_step import TracedStep
 from shardfn._trace.weight_casts import take_out_casts
@@ -86,10 +85,7 @@ def plan_traced(
             [*names, *[""] * (len(program.inputs) - len(names))],
             [*names, *[""] * (len(program.outputs) - len(names))],
         )
-        program = take_out_casts(fold_transposes(program))
-        return take_out_wider_stacks(
-            program, lambda names: bool(names and control.of(*names).reduce_dtype)
-        )
+        return take_out_casts(fold_transposes(program))
 
     made = plan_jaxpr(
         traced.jaxpr,

@@ -26,6 +26,7 @@ from shardfn._schedule import fusion
 from shardfn._schedule.cast_stacks import cast_stacks
 from shardfn._schedule.delayed_sums import delayed_sums
 from shardfn._schedule.heap import Heap
+from shardfn._schedule.stacked_terms import narrow_stacks
 
 
 @dataclass(slots=True)
@@ -120,9 +121,14 @@ class Liveness:
             for ref, old in zip(step.made, step.into, strict=True):
                 yield ref, self.size(ref, step.sharding) if old is None else 0
         else:
-            outputs = self.program.nodes[step.node].outputs
-            for value, sharding in zip(outputs, step.result_shardings, strict=True):
-                yield Ref(value), self.size(Ref(value), sharding)
+            node = self.program.nodes[step.node]
+            narrow = narrow_stacks(node, step)
+            made = zip(node.outputs, step.result_shardings, strict=True)
+            for j, (value, sharding) in enumerate(made):
+                size, aval = self.size(Ref(value), sharding), self.program.avals[value]
+                if j in narrow:
+                    size = size // aval.dtype.itemsize * narrow[j].itemsize
+                yield Ref(value), size
             yield from _exported(self.program.nodes[step.node], step, self.axes)
 
     def node(self, step: Apply) -> Node:
