@@ -28,6 +28,7 @@ def heap_of(devices: Sequence[Any], options: Mapping[str, Any]) -> Heap:
             casts_stacks=True,
             compares=True,
             inlines=True,
+            pads_gathers=True,
             holes=TPU_HEAP_HOLES,
         )
     spellings = (pair for option in TRIED[NOT_DELAYED] for pair in option.spellings)

@@ -7,6 +7,7 @@ reads it, views, and what it writes in place of something else take none.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from shardfn._core.limits import TPU_TILE
 from shardfn._core.memories import HOST
 from shardfn._core.plan import (
     Apply,
@@ -20,7 +21,7 @@ from shardfn._core.plan import (
     reads,
 )
 from shardfn._core.program import Node, Program
-from shardfn._core.sharding import Axes, Sharding
+from shardfn._core.sharding import Axes, Sharding, local_shape
 from shardfn._core.sizes import local_bytes
 from shardfn._schedule import fusion
 from shardfn._schedule.cast_stacks import cast_stacks
@@ -116,7 +117,8 @@ class Liveness:
             size = 0 if step.memory == HOST else self.size(step.result, step.sharding)
             yield step.result, size
         elif isinstance(step, Reshard):
-            yield step.result, _moved_bytes(self.program, step, self.axes)
+            size = _moved_bytes(self.program, step, self.axes)
+            yield step.result, size * (1 + self.is_padded(step))
         elif isinstance(step, BlockLoop):
             for ref, old in zip(step.made, step.into, strict=True):
                 yield ref, self.size(ref, step.sharding) if old is None else 0
@@ -130,6 +132,15 @@ class Liveness:
                     size = size // aval.dtype.itemsize * narrow[j].itemsize
                 yield Ref(value), size
             yield from _exported(self.program.nodes[step.node], step, self.axes)
+
+    def is_padded(self, step: Reshard) -> bool:
+        """Whether what a gather makes is padded to tiles, to twice its bytes: a device
+        has less than a tile along one of the last dimensions, and all are gathered."""
+        shape = self.program.avals[step.source.value].shape
+        ends = (local_shape(shape, step.path[i], self.axes)[-2:] for i in (0, -1))
+        return self.heap.pads_gathers and any(
+            part < min(TPU_TILE[0], made) for part, made in zip(*ends, strict=True)
+        )
 
     def node(self, step: Apply) -> Node:
         return self.program.nodes[step.node]
