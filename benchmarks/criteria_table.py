@@ -5,6 +5,7 @@ with no option set, and on what can be asked for (`ASKED` in `criteria_measure`)
 Nothing is rounded before it is compared.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -57,6 +58,8 @@ def criterion_2(ours: Row, rows: Rows) -> Judged:
     name, least = best(rows, list(BASELINES), "temp")
     if "temp" not in ours:
         return "not measured", "", ""
+    if math.isinf(least):
+        return f"{ours['temp'] / 2**30:.2f} GiB", "no baseline measured", ""
     held = f"0.9 of {least / 2**30:.2f} GiB, {name}"
     part = f"{ours['temp'] / 2**30:.2f} GiB = {ours['temp'] / least:.2f}"
     return part, held, _verdict(ours["temp"] <= 0.9 * least)

@@ -298,9 +298,8 @@ OFFLOAD_COMPILATIONS = 4
 the first by the plan's estimate, the next by what the compiler said of those before."""
 
 TPU_HEAP_HOLES = 0.1
-"""What libtpu's heap takes beyond what lives in it at once by a plan, as a part of that:
-holes, and what is under way on sparse cores. It was 0.03 to 0.19 in training programs
-for v5ps; of the holes alone, by the compiler's own account, 0.01 to 0.16."""
+"""What libtpu's heap takes beyond what lives in it at once by a plan, as a part of
+that: holes, and what is under way. 0.02 to 0.2 in programs of scanned layers."""
 
 OFFLOAD_REFUSED = 0.25
 """How much more than the bound a step is taken to need, as a part of it, where the

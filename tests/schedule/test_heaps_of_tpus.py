@@ -140,17 +140,20 @@ def estimated(monkeypatch: pytest.MonkeyPatch) -> Any:
     return estimated_memory
 
 
-ROWS_OF_V5PS = sorted(
+SCANNED = sorted(
     path.stem
     for path in (BENCHMARKS / "results" / "v5p").glob("[glt]*.json")
     if "temp" in json.loads(path.read_text()).get("shardfn", {})
+    and "unrolled" not in path.stem  # libtpu lets the sums of their layers wait
 )
 
 
 @pytest.mark.aot(V5P)
 @pytest.mark.standard_promotion
-@pytest.mark.parametrize("name", tiered(tuple(ROWS_OF_V5PS), ("gpt-0.9b-8",)))
-def test_estimates_are_a_tenth_off_at_most(name: str, estimated: Any) -> None:
+@pytest.mark.parametrize("name", tiered(tuple(SCANNED), ("gpt-0.9b-8",)))
+def test_estimates_of_scanned_layers_are_a_tenth_off_at_most(
+    name: str, estimated: Any
+) -> None:
     case = estimated.CASES[name]
     stored, planned = estimated.estimate(case.model, case.target("v5p"))
     found = stored + estimated.compiled("v5p", name, "shardfn")["temp"]
