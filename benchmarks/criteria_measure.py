@@ -16,10 +16,12 @@ from criteria_cases import Case
 from jax.sharding import Mesh
 
 from shardfn.analysis import targets
+from shardfn.analysis._heap_size import compiled_with_heap
 from shardfn.analysis._hlo import overlapped_bytes, read_collectives, wire_bytes
 from shardfn.analysis._hlo.play import play
 from shardfn.analysis._rates import rates_of
 
+PLATFORMS = {"h100": "gpu", "v5p": "tpu"}
 NEWER = jax.__version_info__ >= (0, 11)
 PIPELINED = (
     {"xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON"}
@@ -99,13 +101,13 @@ def measure(case: Case, chip: str, program: str) -> dict[str, Any]:
         lowered = lower(case.model, mesh)
     row["lower_s"] = seconds() - start
     try:
-        compiled = lowered.compile(compiler_options=options or None)
+        compiled, heap = compiled_with_heap(lowered, PLATFORMS[chip], options)
     except jax.errors.JaxRuntimeError as error:
         return row | {"error": _short(str(error))}
     row |= {"seconds": seconds() - start, "wall_s": time.perf_counter() - wall}
     text = compiled.as_text() or ""
     row |= played(text, case.target(chip), mesh)
-    row |= read(text) | {"temp": compiled.memory_analysis().temp_size_in_bytes}
+    row |= read(text) | {"temp": heap}
     if step:
         plan = step.plan(state, batch)
         checked = plan.verify(text)

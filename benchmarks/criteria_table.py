@@ -5,6 +5,7 @@ with no option set, and on what can be asked for (`ASKED` in `criteria_measure`)
 Nothing is rounded before it is compared.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -55,6 +56,10 @@ def criterion_1(ours: Row, rows: Rows) -> Judged:
 
 def criterion_2(ours: Row, rows: Rows) -> Judged:
     name, least = best(rows, list(BASELINES), "temp")
+    if "temp" not in ours:
+        return "not measured", "", ""
+    if math.isinf(least):
+        return f"{ours['temp'] / 2**30:.2f} GiB", "no baseline measured", ""
     held = f"0.9 of {least / 2**30:.2f} GiB, {name}"
     part = f"{ours['temp'] / 2**30:.2f} GiB = {ours['temp'] / least:.2f}"
     return part, held, _verdict(ours["temp"] <= 0.9 * least)
@@ -237,12 +242,17 @@ def rows_table(measured: Measured) -> str:
             lines.append(
                 (
                     *(case, chip, name, f"{row['wire'] / m_of(row):.3f}"),
-                    *(f"{overlapped(row):.1%}", f"{row['temp'] / 2**30:.2f}"),
+                    *(f"{overlapped(row):.1%}", _gib(row)),
                     *(f"{row['seconds']:.1f}", *counts, str(row["instructions"])),
                     *(_milliseconds(row, f"{part}_s") for part in PARTS),
                 )
             )
     return markdown(head, lines)
+
+
+def _gib(row: Row) -> str:
+    """Temporary memory; nothing where a row has libtpu's summary in its place."""
+    return f"{row['temp'] / 2**30:.2f}" if "temp" in row else ""
 
 
 PARTS = ("step", "exposed", "memory")

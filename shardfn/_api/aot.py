@@ -21,9 +21,11 @@ from shardfn._core.call_arguments import Rest
 from shardfn._core.errors import ShardingError, called, step_name
 from shardfn._core.leaves import Leaf
 from shardfn._core.sharding import Axes, Sharding, Split, local_shape
+from shardfn._lowering.xla_options import device_and_platform
 from shardfn.analysis._data_sheets import Target
 from shardfn.analysis._figures import Memory, StoredLeaf
 from shardfn.analysis._flops import count_flops
+from shardfn.analysis._heap_size import compiled_with_heap
 from shardfn.analysis._hlo.play import play
 from shardfn.analysis._rates import rates_of
 from shardfn.analysis.report import Report
@@ -56,8 +58,10 @@ def report_on(
         with compiling_for(target):
             traced = programs.traced(states, batch)
             progress("compiling")
-            compiled = programs.lowered(traced, leaves).compile()
-        return Built(programs, traced, compiled, memory_of(compiled).peak)
+            lowered = programs.lowered(traced, leaves)
+            _, platform = device_and_platform([*programs.storage.mesh.devices.flat])
+            compiled, heap = compiled_with_heap(lowered, platform)
+        return Built(programs, traced, compiled, memory_of(compiled, heap))
 
     progress("planning")
     built = fitting(programs, states, batch, target.memory, compiled_as)
@@ -74,7 +78,7 @@ def report_on(
         plan=plan,
         verification=plan.verify(text),
         state=stored_leaves(leaves, storage.partition(leaves), storage.axes),
-        memory=memory_of(compiled),
+        memory=built.memory,
         flops=count_flops(traced.jaxpr.jaxpr),
         timeline=play(text, rates_of(target, storage.mesh)),
         compiler_options=tuple(programs.options(planned).items()),
@@ -85,14 +89,15 @@ def report_on(
     return replace(report, advice=advise(report, devices, target.memory, others))
 
 
-def memory_of(compiled: jax.stages.Compiled) -> Memory:
-    """The compiler's account of a program's memory."""
+def memory_of(compiled: jax.stages.Compiled, heap: int) -> Memory:
+    """The compiler's account of the memory of a program with a heap of so many
+    bytes."""
     found: Any = compiled.memory_analysis()
     return Memory(
         arguments=found.argument_size_in_bytes,
         outputs=found.output_size_in_bytes,
         aliased=found.alias_size_in_bytes,
-        temporary=found.temp_size_in_bytes,
+        temporary=heap,
         code=found.generated_code_size_in_bytes,
         host_arguments=found.host_argument_size_in_bytes,
         host_temporary=found.host_temp_size_in_bytes

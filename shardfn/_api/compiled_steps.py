@@ -45,8 +45,8 @@ from shardfn._lowering.xla_options import (
     compiler_options,
     set_elsewhere,
 )
+from shardfn._schedule.heap import Heap
 from shardfn._schedule.order_gathers import orders_gathers
-from shardfn._schedule.peak_bytes import Heap
 from shardfn._trace.purity import calls_the_host
 from shardfn.storage._placement import Storage
 

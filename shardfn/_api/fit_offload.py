@@ -16,6 +16,7 @@ from shardfn._core.errors import ShardingError
 from shardfn._core.limits import OFFLOAD_COMPILATIONS, OFFLOAD_REFUSED
 from shardfn._core.offloading import OffloadChoice, OffloadTrial
 from shardfn._core.recent import Recent
+from shardfn.analysis._figures import Memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +27,13 @@ class Built:
       programs: those of the step, their storage with the choice.
       traced: the step traced.
       compiled: the step compiled.
-      peak: bytes that it takes of a device, by the compiler.
+      memory: what it takes of a device, by the compiler.
     """
 
     programs: Programs
     traced: Any
     compiled: jax.stages.Compiled
-    peak: int
+    memory: Memory
 
 
 def fitting(
@@ -73,7 +74,7 @@ def fitting(
             built = compiled_as(programs)
         except ShardingError as error:
             built, refused = None, error
-        peak = built.peak if built else None
+        peak = built.memory.peak if built else None
         trial = OffloadTrial(choice.host_bytes, choice.estimate, peak)
         tried[choice.leaves] = trial
         if built and (best is None or _is_better(choice, built, *best)):
@@ -107,7 +108,8 @@ def _is_better(
 ) -> bool:
     """Whether a compiled choice is better than another one: it fits, and copies less;
     or takes less where none fits."""
-    fits, fitted = built.peak <= choice.bound, than.peak <= other.bound
+    fits = built.memory.peak <= choice.bound
+    fitted = than.memory.peak <= other.bound
     if fits and fitted:
         return choice.host_bytes < other.host_bytes
-    return fits if fits != fitted else built.peak < than.peak
+    return fits if fits != fitted else built.memory.peak < than.memory.peak

@@ -22,8 +22,9 @@ from shardfn._core.program import Node, Program, number_of
 from shardfn._core.sharding import Axes
 from shardfn._core.sizes import local_bytes
 from shardfn._lowering.planned_program import Planned
+from shardfn._schedule.heap import Heap
 from shardfn._schedule.host_transfers import host_transfers
-from shardfn._schedule.peak_bytes import Heap, peak_bytes
+from shardfn._schedule.peak_bytes import peak_bytes
 
 Bytes = Mapping[int, int]
 """Of leaves of the state, by position, the bytes that a device stores."""

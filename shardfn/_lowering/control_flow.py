@@ -17,7 +17,7 @@ from shardfn._core import compat
 from shardfn._core.barrier import barrier
 from shardfn._core.moves import moves_of
 from shardfn._core.plan import Ahead, Apply, BodyPlan, Place, Ref, reads
-from shardfn._core.program import Node, Program
+from shardfn._core.program import Node, Program, aval_of
 from shardfn._core.regions import span
 from shardfn._core.resharding import reshard_path
 from shardfn._core.sharding import Axes, Sharding, axes_of
@@ -25,6 +25,7 @@ from shardfn._lowering.collectives import run_move
 from shardfn._lowering.custom_derivatives import run_custom
 from shardfn._lowering.move_lowerings import varying
 from shardfn._lowering.prefetching_scan import AheadPart, scan_ahead
+from shardfn._schedule.stacked_terms import cast_all, narrow_stacks
 
 Arrays = Sequence[jax.Array]
 Emit = Callable[..., list[jax.Array]]
@@ -156,13 +157,21 @@ class ControlFlow:
             )
         ]
         n_carry = len(carries)
+        narrow = narrow_stacks(node, step)
+        stacked = [narrow.get(j) for j in region.stacks]
+        wide = [
+            aval_of(body, body.outputs[j]).dtype if j in narrow else None
+            for j in region.stacks
+        ]
 
         def iteration(carry: Any, x: Any, made: Any = ()) -> tuple[Any, Any]:
             if node.backward and node.is_unrolled:
                 leaves, tree = jax.tree.flatten(x)  # or it shares the forward's gathers
                 x = tree.unflatten(barrier(*leaves, *carry)[: len(leaves)])
             out = run(*consts, *carry, *x, *made)
-            return tuple(out[:n_carry]), tuple(out[n_carry:])
+            exports = out[len(node.outputs) :]
+            made = cast_all(out[n_carry : len(node.outputs)], stacked)
+            return tuple(out[:n_carry]), (*made, *exports)
 
         def taken_ahead(ahead: Ahead) -> AheadPart:
             used = {ref for s in ahead.part.run[0] for ref in reads(s)}
@@ -199,7 +208,8 @@ class ControlFlow:
                     strict=True,
                 )
             ]
-        return [*carry, *ys]
+        made = cast_all(ys[: len(wide)], wide)
+        return [*carry, *made, *ys[len(wide) :]]
 
     def started(self, operands: Arrays, carries: Sequence[int]) -> Arrays:
         """What a loop starts from. A literal that it sums up from is one term alone."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from shardfn._core.limits import TPU_HEAP_HOLES
 from shardfn._lowering.xla_options import NOT_DELAYED, TRIED, device_and_platform
-from shardfn._schedule.peak_bytes import Heap
+from shardfn._schedule.heap import Heap
 
 
 def heap_of(devices: Sequence[Any], options: Mapping[str, Any]) -> Heap:
@@ -24,7 +24,13 @@ def heap_of(devices: Sequence[Any], options: Mapping[str, Any]) -> Heap:
     """
     _, platform = device_and_platform(devices)
     if platform == "tpu":
-        return Heap(holes=TPU_HEAP_HOLES)
+        return Heap(
+            casts_stacks=True,
+            compares=True,
+            inlines=True,
+            pads_gathers=True,
+            holes=TPU_HEAP_HOLES,
+        )
     spellings = (pair for option in TRIED[NOT_DELAYED] for pair in option.spellings)
     asked = any(options.get(name) == value for name, value in spellings)
     return Heap(delays_sums=platform == "gpu" and not asked)

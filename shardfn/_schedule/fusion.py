@@ -13,6 +13,7 @@ _WRITES_INTO = primitives(
 )
 _ADDS_INTO = primitives("scatter-add")
 _PICKS = primitives("gather", "dynamic_slice")
+_FILLS = primitives("broadcast_in_dim")
 
 
 def is_view(program: Program, node: Node) -> bool:
@@ -58,6 +59,28 @@ def adds_to_zeros(node: Node) -> bool:
     """Whether it is a scatter that adds to zeros. XLA has no zeros then if only one
     addition reads it: it adds to the other term."""
     return node.eqn.primitive in _ADDS_INTO and node.kinds[0] == ZERO
+
+
+def compares(node: Node) -> bool:
+    """Whether it is a scatter that adds one number to each row of zeros, such as the
+    gradient of picking a label's logit: an element is that number or zero, depending on
+    its index."""
+    if not adds_to_zeros(node):
+        return False
+    numbers = node.eqn.params["dimension_numbers"]
+    made, _, added = (v.aval for v in node.eqn.invars)
+    (*_, last) = numbers.scatter_dims_to_operand_dims
+    return (
+        not numbers.update_window_dims
+        and len(numbers.operand_batching_dims) == made.ndim - 1  # pyright: ignore
+        and added.size * made.shape[last] == made.size  # pyright: ignore
+    )
+
+
+def fills(program: Program, node: Node) -> bool:
+    """Whether it makes an array of one number."""
+    is_broadcast = node.kind == "op" and node.eqn.primitive in _FILLS
+    return is_broadcast and aval_of(program, node.inputs[0]).size == 1
 
 
 def adds(node: Node) -> bool:

@@ -7,6 +7,7 @@ reads it, views, and what it writes in place of something else take none.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from shardfn._core.limits import TPU_TILE
 from shardfn._core.memories import HOST
 from shardfn._core.plan import (
     Apply,
@@ -20,10 +21,13 @@ from shardfn._core.plan import (
     reads,
 )
 from shardfn._core.program import Node, Program
-from shardfn._core.sharding import Axes, Sharding
+from shardfn._core.sharding import Axes, Sharding, local_shape
 from shardfn._core.sizes import local_bytes
 from shardfn._schedule import fusion
+from shardfn._schedule.cast_stacks import cast_stacks
 from shardfn._schedule.delayed_sums import delayed_sums
+from shardfn._schedule.heap import Heap
+from shardfn._schedule.stacked_terms import narrow_stacks
 
 
 @dataclass(slots=True)
@@ -34,7 +38,7 @@ class Liveness:
       program: the program.
       body: its plan.
       axes: the mesh axes.
-      delays_sums: whether the compiler delays the sums of loops.
+      heap: what the compiler does with memory.
       made: per version, the step that makes it and its bytes.
       results: per step, the versions that it makes.
       readers: per version, the steps that read it, and as which operand; -1 for none.
@@ -46,7 +50,7 @@ class Liveness:
     program: Program
     body: BodyPlan
     axes: Axes
-    delays_sums: bool
+    heap: Heap
     made: dict[Ref, tuple[Step | HostStep, int]] = field(default_factory=dict)
     results: list[list[Ref]] = field(default_factory=list)
     readers: dict[Ref, list[tuple[Step | HostStep, int]]] = field(default_factory=dict)
@@ -101,6 +105,10 @@ class Liveness:
                     dying = dying | {ref}
             profile.append(total + self.inside(step))
             total -= sum(live.pop(ref, 0) for ref in dying)
+        casts = cast_stacks(self.program, steps, self.axes)
+        for start, stop, size in casts if self.heap.casts_stacks else ():
+            for i in range(start, stop + 1):
+                profile[i] += size
         return [*profile, 0]
 
     def makes(self, step: Step | HostStep) -> Iterator[tuple[Ref, int]]:
@@ -109,15 +117,33 @@ class Liveness:
             size = 0 if step.memory == HOST else self.size(step.result, step.sharding)
             yield step.result, size
         elif isinstance(step, Reshard):
-            yield step.result, _moved_bytes(self.program, step, self.axes)
+            size = _moved_bytes(self.program, step, self.axes)
+            yield step.result, size * (1 + self.is_padded(step))
         elif isinstance(step, BlockLoop):
             for ref, old in zip(step.made, step.into, strict=True):
                 yield ref, self.size(ref, step.sharding) if old is None else 0
         else:
-            outputs = self.program.nodes[step.node].outputs
-            for value, sharding in zip(outputs, step.result_shardings, strict=True):
-                yield Ref(value), self.size(Ref(value), sharding)
+            node = self.program.nodes[step.node]
+            narrow = narrow_stacks(node, step)
+            made = zip(node.outputs, step.result_shardings, strict=True)
+            for j, (value, sharding) in enumerate(made):
+                size, aval = self.size(Ref(value), sharding), self.program.avals[value]
+                if j in narrow:
+                    size = size // aval.dtype.itemsize * narrow[j].itemsize
+                yield Ref(value), size
             yield from _exported(self.program.nodes[step.node], step, self.axes)
+
+    def is_padded(self, step: Reshard) -> bool:
+        """Whether what a gather makes is padded to tiles, to twice its bytes: a device
+        has less than a tile along one of the last dimensions, and all are gathered."""
+        shape = self.program.avals[step.source.value].shape
+        ends = (local_shape(shape, step.path[i], self.axes)[-2:] for i in (0, -1))
+        return self.heap.pads_gathers and any(
+            part < min(TPU_TILE[0], made) for part, made in zip(*ends, strict=True)
+        )
+
+    def node(self, step: Apply) -> Node:
+        return self.program.nodes[step.node]
 
     def size(self, ref: Ref, sharding: Sharding) -> int:
         return local_bytes(self.program.avals[ref.value], sharding, self.axes)
@@ -148,17 +174,40 @@ class Liveness:
         if node.passes_through:
             return [step.operands[node.outputs.index(ref.value)]]
         fuses = self.is_added(ref) or (
-            fusion.is_pointwise(node) and not self.scatters(step) and self.is_fused(ref)
+            self.is_pointwise(node) and not self.scatters(step) and self.is_fused(ref)
         )
         if fusion.is_view(self.program, node) or (fuses and ref not in self.out):
             return step.operands
+        if fusion.fills(self.program, node) and self.is_filled_inside(ref):
+            return step.operands
         return None
+
+    def is_pointwise(self, node: Node) -> bool:
+        return fusion.is_pointwise(node) or (
+            self.heap.compares and fusion.compares(node)
+        )
+
+    def is_filled_inside(self, ref: Ref) -> bool:
+        """Whether an array of one number is made in each iteration of the loops that
+        it is a constant of, or where it is read."""
+        return ref not in self.out and all(
+            isinstance(step, Apply)
+            and (
+                fusion.fuses(self.node(step), at)
+                or any(
+                    at in region.operands[: region.constants.stop]
+                    for region in self.node(step).regions[-1:]
+                    if self.node(step).kind == "scan"
+                )
+            )
+            for step, at in self.readers.get(ref, ())
+        )
 
     def is_fused(self, ref: Ref) -> bool:
         """Whether all that reads a version makes it inside of it."""
         return ref not in self.out and all(
             isinstance(step, Apply)
-            and fusion.fuses(self.program.nodes[step.node], at)
+            and fusion.fuses(self.node(step), at)
             and not self.scatters(step)
             for step, at in self.readers.get(ref, ())
         )
@@ -167,11 +216,11 @@ class Liveness:
         """Whether a version is a scatter into zeros that one addition reads: it is
         added where the other term is."""
         step = self.made[ref][0] if ref in self.made else None
-        if not isinstance(step, Apply):
+        if not isinstance(step, Apply) or self.is_pointwise(self.node(step)):
             return False
         readers = [step for step, _ in self.readers.get(ref, ())]
         return (
-            fusion.adds_to_zeros(self.program.nodes[step.node])
+            fusion.adds_to_zeros(self.node(step))
             and len(readers) == 1
             and isinstance(readers[0], Apply)
             and fusion.adds(self.program.nodes[readers[0].node])
@@ -214,6 +263,8 @@ class Liveness:
             return sum(sizes) // step.blocks
         if not isinstance(step, Apply):
             return 0
+        if self.heap.inlines and fusion.is_pointwise(self.node(step)):
+            return 0
         if step.node not in self.within:
             self.within[step.node] = self.inside_bodies(step)
         return self.within[step.node]
@@ -222,10 +273,9 @@ class Liveness:
         node = self.program.nodes[step.node]
         bodies = zip(node.bodies, step.bodies, strict=True)
         each = (
-            max(Liveness(p, body, self.axes, self.delays_sums).profile())
-            for p, body in bodies
+            max(Liveness(p, body, self.axes, self.heap).profile()) for p, body in bodies
         )
-        waiting = delayed_sums(node, step, self.axes) if self.delays_sums else 0
+        waiting = delayed_sums(node, step, self.axes) if self.heap.delays_sums else 0
         program = node.bodies[-1] if node.bodies else self.program
         carried = (
             ahead.lead * _bytes_of(program, ahead.part, ref, self.axes)

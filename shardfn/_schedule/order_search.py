@@ -16,6 +16,7 @@ from shardfn._core.sharding import Axes
 from shardfn._schedule.backward_liveness import Choice, around_loop, choices, loops
 from shardfn._schedule.bodies import inside
 from shardfn._schedule.chain_reduce_scatters import can_chain, chain_reduce_scatters
+from shardfn._schedule.heap import Heap
 from shardfn._schedule.liveness import Liveness
 from shardfn._schedule.open_order import open_order
 
@@ -94,7 +95,7 @@ class _Search:
             self.program,
             body,
             self.axes,
-            delays_sums=False,
+            Heap(),
             within=self.within,
         )
         return live.profile(), open_order(live)

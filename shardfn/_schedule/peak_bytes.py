@@ -5,28 +5,14 @@ compiler's own schedule and how it packs its buffers are not known to it.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from shardfn._core.plan import BodyPlan
 from shardfn._core.program import Program
 from shardfn._core.sharding import Axes
 from shardfn._core.sizes import local_bytes, nbytes
+from shardfn._schedule.heap import Heap
 from shardfn._schedule.liveness import Liveness
-
-
-@dataclass(frozen=True, slots=True)
-class Heap:
-    """What a compiler does with memory.
-
-    Attributes:
-      delays_sums: whether the sums of a loop wait for an iteration, see `delayed_sums`.
-      holes: what its heap takes beyond what lives at once, as a part of that.
-      donates: whether new state is written over the old one.
-    """
-
-    delays_sums: bool = False
-    holes: float = 0
-    donates: bool = True
 
 
 def peak_bytes(program: Program, body: BodyPlan, axes: Axes, heap: Heap) -> int:
@@ -51,7 +37,7 @@ def peak_bytes(program: Program, body: BodyPlan, axes: Axes, heap: Heap) -> int:
     )
     if not heap.donates:
         body = replace(body, aliased=frozenset())
-    most = max(Liveness(program, body, axes, heap.delays_sums).profile())
+    most = max(Liveness(program, body, axes, heap).profile())
     captured = sum(dict(_captured(program)).values())
     return arguments + captured + most + int(most * heap.holes)
 

@@ -19,6 +19,7 @@ from shardfn._api.fit_offload import Built, fitting
 from shardfn._core.limits import OFFLOAD_COMPILATIONS
 from shardfn._core.memories import memory_of
 from shardfn._core.offloading import MASTERS, MOMENTS, PARAMETERS, OffloadChoice
+from shardfn.analysis._figures import Memory
 from shardfn.analysis._offload_table import offload_table
 from shardfn.storage.checkpoint import Checkpoints
 
@@ -211,7 +212,8 @@ def compile_at(beyond: Callable[[OffloadChoice], int | None], bound: int) -> Any
         more = beyond(choice)
         if more is None:
             raise shardfn.ShardingError("the step does not fit")
-        return Built(programs, None, None, choice.estimate + more)  # type: ignore
+        memory = Memory(choice.estimate + more, 0, 0, 0, 0)
+        return Built(programs, None, None, memory)  # type: ignore
 
     states, batch = step._divide((create(), X), {})
     programs = replace(step.programs, storage=step.storage.on(MESH))

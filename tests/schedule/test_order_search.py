@@ -18,6 +18,7 @@ from shardfn._schedule.chain_reduce_scatters import (
     chain_reduce_scatters,
     scatters_alone,
 )
+from shardfn._schedule.heap import Heap
 from shardfn._schedule.liveness import Liveness
 from shardfn._schedule.open_order import open_order
 from shardfn.analysis import targets
@@ -91,7 +92,7 @@ def test_terms_of_all_layers_wait_for_the_last(monkeypatch) -> None:
     case = shard_fn(train(True), cpu_mesh(DEVICES), [LAYER] * LAYERS, (FEW, WIDTH))
     assert case.plan
     program, body, axes = given[-1]
-    more = open_order(Liveness(program, body, axes, delays_sums=False))
+    more = open_order(Liveness(program, body, axes, Heap()))
     layers = [
         at
         for at, step in enumerate(body.steps)
@@ -110,7 +111,7 @@ def test_sums_that_wait_for_each_other_keep_one_layers_terms(monkeypatch) -> Non
     case = shard_fn(train(True), cpu_mesh(DEVICES), [LAYER] * LAYERS, (FEW, WIDTH))
     assert chained(case)
     program, _, axes = given[-1]
-    live = Liveness(program, case.plan.body, axes, delays_sums=False)
+    live = Liveness(program, case.plan.body, axes, Heap())
     assert max(open_order(live)) <= 2 * MORE
 
 
@@ -126,7 +127,7 @@ def test_moves_within_a_device_take_nothing(monkeypatch) -> None:
     case = shard_fn(train(True), cpu_mesh(DEVICES), [LAYER] * 2, (FEW, WIDTH))
     assert case.plan
     program, body, axes = given[-1]
-    made = Liveness(program, body, axes, delays_sums=False)
+    made = Liveness(program, body, axes, Heap())
     (step, *_) = (s for s in body.steps if isinstance(s, Reshard) and len(s.path) > 1)
     tie = Reshard(
         source=step.result,

@@ -132,7 +132,8 @@ def test_sums_that_wait_hold_the_terms_of_an_iteration() -> None:
 
 @pytest.mark.aot(V5E)
 def test_heaps_of_tpus_have_holes() -> None:
-    given = floats(LAYERS, WIDTH, WIDTH), X
+    wide = 2 * WIDTH  # of which a device has whole tiles
+    given = floats(LAYERS, wide, wide), floats(ROWS, wide)
     without = taken(scanned, *given)
     assert taken(scanned, *given, mesh=targets.mesh(V5E)) == (
         without + int(without * TPU_HEAP_HOLES)
