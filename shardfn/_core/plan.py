@@ -1,7 +1,6 @@
 """The plan: a frozen value that says what every device runs and what it moves.
 
-In: what `propagate` writes and schedule passes rewrite. Out: what `emit` follows, and
-`analysis.plan` lists for people.
+In: what `propagate` writes and passes rewrite. Out: what `emit` follows.
 
 A `BodyPlan` is straight-line: `Reshard` steps make a new version of a value in another
 sharding, `Apply` steps run one node of the program on such versions.
@@ -43,7 +42,7 @@ class Reshard:
       residual: a version that it makes, too: what quantizing took from its terms.
       itemsize: bytes per element.
       during: its pass; stored: whether this gathers a value of the stored state.
-      gradient: whether it moves what a backward pass makes, or a linear function of it.
+      gradient: whether it moves what a backward pass makes, or is linear in it.
       after: the version that the move waits for, so that one that comes again is not
         merged with the first.
       auto: how automatic mesh axes split the value, which moves part by part.
@@ -124,7 +123,7 @@ class Apply:
       parts: `(factor, mesh axis index)` for every factor that is split.
       bodies: plans of control flow bodies.
       fallback: whether it runs on gathered operands because there is no rule.
-      place: the user's source line, for the fallback's line in the plan.
+      place: the user's source line, of a fallback.
       times: how often a body runs per run of this step (scan length), None if unknown.
       imports: versions that the body of a scan or remat imports: a scan slices them.
       exports: versions made of what that body exports: a scan stacks it.
@@ -132,6 +131,7 @@ class Apply:
         the body imports, after what the scan imports.
       early: operands that the barrier of a remat does not hold: their gathers wait for
         what the body imports.
+      narrow: results that a scan stacks before its body casts them (`narrow_stacks`).
       after: an op on literals alone waits for this version to exist.
     """
 
@@ -149,6 +149,7 @@ class Apply:
     exports: tuple[Ref, ...] = ()
     ahead: "tuple[Ahead, ...]" = ()
     early: tuple[int, ...] = ()
+    narrow: tuple[int, ...] = ()
     after: Ref | None = None
 
 
@@ -309,8 +310,7 @@ class Ahead:
 
 
 Place = tuple[int, ...]
-"""Which body of a plan: node and body index of each that it is in, outermost
-first."""
+"""Which body of a plan: node and body index of each around it, outermost first."""
 
 
 def communicating_moves(step: Reshard, axes: Axes) -> Iterator[tuple[int, Move]]:

@@ -27,7 +27,7 @@ from shardfn._schedule import fusion
 from shardfn._schedule.cast_stacks import cast_stacks
 from shardfn._schedule.delayed_sums import delayed_sums
 from shardfn._schedule.heap import Heap
-from shardfn._schedule.stacked_terms import narrow_stacks
+from shardfn._schedule.stacked_terms import narrow_dtypes
 
 
 @dataclass(slots=True)
@@ -124,7 +124,7 @@ class Liveness:
                 yield ref, self.size(ref, step.sharding) if old is None else 0
         else:
             node = self.program.nodes[step.node]
-            narrow = narrow_stacks(node, step)
+            narrow = narrow_dtypes(node, step)
             made = zip(node.outputs, step.result_shardings, strict=True)
             for j, (value, sharding) in enumerate(made):
                 size, aval = self.size(Ref(value), sharding), self.program.avals[value]

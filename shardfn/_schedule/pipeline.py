@@ -21,6 +21,7 @@ from shardfn._schedule.keep_gathered import keep_gathered
 from shardfn._schedule.keep_quantized import keep_quantized
 from shardfn._schedule.limit_all_gathers import limit_all_gathers
 from shardfn._schedule.loop_invariants import hoist
+from shardfn._schedule.narrow_stacks import narrow_stacks
 from shardfn._schedule.order_gathers import order_gathers
 from shardfn._schedule.order_search import search_order
 from shardfn._schedule.prefetch import prefetch
@@ -111,6 +112,9 @@ PASSES = (
     SchedulePass(
         "keep_quantized",
         lambda p, b, control, axes: keep_quantized(p, b, control, axes),
+    ),
+    SchedulePass(
+        "narrow_stacks", lambda p, b, control, axes: narrow_stacks(p, b, axes)
     ),
     SchedulePass(
         "undelayed_sums", lambda p, b, control, axes: undelay_sums(p, b, axes)

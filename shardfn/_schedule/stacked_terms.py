@@ -4,10 +4,9 @@ In: a program, and a value that one of its loops stacks. Out: the dtype of the t
 the loop's body casts them to a wider one before it hands them out. A sum of such terms
 is the same in either, but for rounding, and has fewer bytes in theirs.
 
-In: a loop and its plan. Out: the dtypes in which it is run to stack such terms, where
-no move comes between the cast and the stack: cast behind the loop they are the same to
-the bit, and the stack has fewer bytes. So gradients of layers that compute in bfloat16
-are stacked in that.
+In: a loop and its plan. Out: the dtype in which it may stack such terms, where no move
+comes between the cast and the stack: cast behind the loop they are the same to the bit,
+and the stack has fewer bytes. `narrow_stacks` says where that is done.
 """
 
 from collections.abc import Sequence
@@ -51,22 +50,25 @@ def term_dtype(program: Program, value: int) -> str | None:
     return _dtype(program, source) if isinstance(source, int) else None
 
 
-def narrow_stacks(node: Node, step: Apply) -> dict[int, Any]:
-    """The results of a loop that it stacks before a cast to a dtype that has all of
-    their numbers, by the positions of the results.
+def narrow_dtypes(node: Node, step: Apply) -> dict[int, Any]:
+    """The dtypes before the cast of what a loop stacks so.
 
     Args:
       node: a node.
       step: its plan.
 
     Returns:
-      The dtypes before the casts; none if it is no scan.
+      The dtypes, by the positions of the results.
     """
-    if node.kind != "scan":
-        return {}
-    (region,), (body,), (plan,) = node.regions, node.bodies, step.bodies
-    found = {j: _cast_from(body, plan, j) for j in region.stacks}
+    found = {j: cast_dtype(node, step, j) for j in step.narrow}
     return {j: dtype for j, dtype in found.items() if dtype is not None}
+
+
+def cast_dtype(node: Node, step: Apply, at: int) -> Any | None:
+    """The dtype of a result of a scan before a cast to one with all of its numbers,
+    which is the last that it goes through; None if there is no such cast, or a move
+    behind it."""
+    return _cast_from(node.bodies[0], step.bodies[0], at)
 
 
 def cast_all(

@@ -233,11 +233,12 @@ def _about_rounding(path: str, change: float, most: bool, tol: float) -> str:
         return (
             f"{text}, and most leaves by more than {DECIDED_BY_ROUNDING}: such a step "
             "proves nothing. Take another state or batch, a smaller learning rate, or "
-            "float64."
+            "a model that computes in a wider dtype."
         )
     if ROUNDING_FACTOR * change > tol:
         return (
-            f"{text}: it is rounding noise in part. In float64 that is smaller; "
+            f"{text}: it is rounding noise in part. A model that computes in a wider "
+            "dtype, in float32 in place of bfloat16, has less; "
             f"ignore=[{re.escape(path)!r}] does not compare the leaf."
         )
     return f"{text}: this is no noise."
@@ -258,8 +259,8 @@ def _warn(where: str, decided: Noise) -> None:
         f"{where}: not compared, as rounding the arguments otherwise moves them on one "
         f"device: {leaves}{more}. All other leaves agree.\n"
         f"  assert_parity was called at {call_site()}\n"
-        "Take another state or batch, or float64; or give patterns of these leaves as "
-        "ignore.",
+        "Take another state or batch, or a model that computes in a wider dtype; or "
+        "give patterns of these leaves as ignore.",
         stacklevel=3,
     )
 

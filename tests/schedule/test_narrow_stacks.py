@@ -12,6 +12,7 @@ from jax import lax
 from plan_helpers import cpu_mesh, walk
 
 import shardfn
+from shardfn._schedule import narrow_stacks
 
 LAYERS, WIDTH = 3, 16
 WEIGHTS = (LAYERS, WIDTH, WIDTH)
@@ -64,6 +65,29 @@ def test_gradients_are_stacked_in_the_dtype_of_their_layer(remat: bool) -> None:
     assert new.dtype == expected.dtype
     np.testing.assert_array_equal(sharded.unshard(new), expected)
     assert loss == same_loss
+
+
+def test_little_memory_is_not_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan says why where it is."""
+    given = state_and_batch()
+
+    def made() -> shardfn.ShardedStep:
+        return shardfn.fully_shard(
+            train,
+            cpu_mesh(8),
+            min_size=16,
+            stationary=False,
+            reshard_after_forward=True,
+        )
+
+    plan = made().plan(*given)
+    (line,) = (c for c in plan.collectives if c.reduces and c.path)
+    assert "narrow_stacks: stacked as it is, and cast behind the loop" in plan.explain(
+        line.path
+    )
+    monkeypatch.setattr(narrow_stacks, "NARROW_STACKS", 0.5)
+    assert stacked(made(), *given) == {"float32"}
+    assert "narrow_stacks: " not in made().plan(*given).explain(line.path)
 
 
 def test_sums_in_a_wider_dtype_are_stacked_in_it() -> None:
