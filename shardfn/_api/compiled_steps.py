@@ -133,7 +133,10 @@ class Programs:
         devices = tuple(self.storage.given.devices.flat)
         quantizes = self.storage.control.quantizes_gathers
         in_turn = planned is not None and orders_gathers(planned.body)
-        return compiler_options(devices, self.asked, quantizes, in_turn)
+        asked, tuned = self.asked, self.plain.tuned
+        if tuned is not None and asked is not False:
+            asked = {**tuned.of_compiler(devices[0].platform), **(asked or {})}
+        return compiler_options(devices, asked, quantizes, in_turn)
 
     @property
     def heap(self) -> Heap:

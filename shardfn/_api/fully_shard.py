@@ -251,9 +251,6 @@ def fully_shard(
     check_names(names, mesh)
     axes = axes_over(mesh, names, control)
     storage = Storage(automatic(mesh), mesh, axes, min_size, control)
-    if tuned is not None and asked is not False:
-        platform = mesh.devices.flat[0].platform
-        asked = {**tuned.of_compiler(platform), **(asked or {})}
     programs = Programs(plain, storage, donate, asked, latencies or "xla")
     step = ShardedStep(programs, verify)
     functools.update_wrapper(step, inner, updated=())

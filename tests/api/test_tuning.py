@@ -172,6 +172,16 @@ def test_a_file_of_options_counts_as_if_they_were_written_there(path) -> None:
     assert read(path).of_compiler("gpu") and not read(path).of_compiler("tpu")
 
 
+@pytest.mark.aot("h100:8")
+def test_a_report_of_a_step_on_cpus_has_the_options_for_its_target(tmp_path) -> None:
+    unusual = {"xla_gpu_enable_analytical_sol_latency_estimator": False}
+    options = tuned_for(train_step, ("compiler_options", unusual))
+    write(tmp_path / "tuned.json", options)
+    step = shardfn.fully_shard(train_step, cpu_mesh(8), options=tmp_path / "tuned.json")
+    found = dict(step.on("h100:8", STATE, ROWS).compiler_options)
+    assert found.items() >= unusual.items() and step.compiler_options == {}
+
+
 def test_options_of_the_call_count_before_those_of_the_file(path) -> None:
     step = shardfn.fully_shard(train_step, cpu_mesh(8), options=path, prefetch=2)
     printed = str(step.plan(STATE, ROWS))
