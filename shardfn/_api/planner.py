@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from shardfn._api.captured_notes import captured_notes
 from shardfn._api.dump_plans import dumping
 from shardfn._api.residual_notes import residual_notes
 from shardfn._core import compat
@@ -87,10 +88,7 @@ def plan_traced(
         return sum_before_factors(take_out_casts(fold_transposes(program)))
 
     made = plan_jaxpr(
-        traced.jaxpr,
-        inputs,
-        _required(traced, stored, inputs),
-        axes,
+        *(traced.jaxpr, inputs, _required(traced, stored, inputs), axes),
         small=min_size,
         control=control,
         facts=_facts(traced, state, arguments, arrange),
@@ -102,6 +100,7 @@ def plan_traced(
         *_nothing_sharded(state, stored, axes, min_size),
         *made.notes,
         *residual_notes(made.program, made.body, axes),
+        *captured_notes(made.program, made.body, axes),
         *(f"mesh axis {n}={size} is left to XLA, unused" for n, size in unused),
     )
     given = state, stored, axes, replace(asked, loop_bytes=made.loops.allowed)

@@ -38,8 +38,12 @@ def peak_bytes(program: Program, body: BodyPlan, axes: Axes, heap: Heap) -> int:
     if not heap.donates:
         body = replace(body, aliased=frozenset())
     most = max(Liveness(program, body, axes, heap).profile())
-    captured = sum(dict(_captured(program)).values())
-    return arguments + captured + most + int(most * heap.holes)
+    return arguments + captured_bytes(program) + most + int(most * heap.holes)
+
+
+def captured_bytes(program: Program) -> int:
+    """Bytes of the arrays that a step captures, which every device has."""
+    return sum(dict(_captured(program)).values())
 
 
 def _captured(program: Program) -> Iterator[tuple[int, int]]:
