@@ -186,7 +186,7 @@ matrix products, where a plan says which of them end before the iteration does, 
 loop in which not all do; the compiler may delay the others. With 1, T5-11B on 512 H100s
 takes 6.3 GiB of temporary memory in place of 6.7, in shorter steps."""
 
-NARROW_STACKS = 0.05
+NARROW_STACKS = 0.04
 """The part of what a step takes of a device that stacks have to save to be cast behind
 their loops. XLA orders sums otherwise then: steps are up to 3% longer, or shorter."""
 
