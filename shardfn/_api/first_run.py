@@ -55,7 +55,12 @@ def check_first_run(
 
 
 def _check_processes(planned: Planned, group: Sequence[int]) -> None:
-    """Raises if another process of a group is about to run another plan."""
+    """Raises if another process of a group is about to run another plan, first of all
+    because its arguments have other types, such as more rows of its own."""
+    avals, names = planned.input_avals, [leaf.name for leaf in planned.state]
+    names += [f"leaf {i} of the batch" for i in range(len(avals) - len(names))]
+    each = (f"{n}: {x.str_short()}" for n, x in zip(names, avals, strict=True))
+    processes.assert_processes_agree("arguments", "\n".join(each), group)
     plan = describe(planned)
     lines = str(plan), f"program {plan.program}", *listing_of(planned.program)
     processes.assert_processes_agree("plans", "\n".join(lines), group)

@@ -21,15 +21,12 @@ def test_what_a_step_captures_is_said_if_it_is_much(rows: int, said: bool) -> No
     sharded = shardfn.fully_shard(step, cpu_mesh(8), stationary=False)
     notes = sharded.plan(jnp.ones(64), jnp.ones((rows, 64))).notes
     found = [note for note in notes if note.startswith("arrays that the step captures")]
-    assert (
-        found
-        == [
-            "arrays that the step captures are whole on every device: 16.0 KiB, more than "
-            "its arguments take, 512 B. Pass them as an argument, which is stored as state "
-            "is if it is frozen weights"
-        ]
-        * said
+    text = (
+        "arrays that the step captures are whole on every device: 16.0 KiB, more than "
+        "its arguments take, 512 B. Pass them as an argument, which is stored as state "
+        "is if it is frozen weights"
     )
+    assert found == [text] * said
 
 
 def test_one_device_has_them_anyway() -> None:

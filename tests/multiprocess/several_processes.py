@@ -121,6 +121,16 @@ def given(step: shardfn.ShardedStep) -> dict[str, Any]:
     return {"loss": float(loss), "sums": sums, "unequal": unequal}
 
 
+def more_rows(step: shardfn.ShardedStep) -> str:
+    """What is said of batches of which the second process has more rows."""
+    state, rows = step.init(create, jax.random.key(0)), np.ones((4 * (1 + INDEX), 5))
+    try:
+        step(state, step.local_batch(rows.astype(np.float32)))
+    except shardfn.ShardingError as error:
+        return str(error)
+    return "it was not refused"
+
+
 def same_shards(one: Any, other: Any) -> bool:
     """Whether this process's shards have the same bits."""
     return all(
@@ -189,10 +199,11 @@ def main() -> None:
     chosen = other_step if is_other else train_step
     step = shardfn.fully_shard(chosen, mesh, min_size=8)
     processes.PROCESS_SECONDS = 60
+    uneven = {"uneven": more_rows(step)} if TASK == "differ" else {}
     try:
         found = given(step) if TASK == "given" else train(step) | alone()
     except shardfn.ShardingError as error:
-        found = {"error": str(error)}
+        found = {"error": str(error)} | uneven
     print(json.dumps(found), flush=True)
 
 

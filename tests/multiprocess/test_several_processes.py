@@ -125,8 +125,16 @@ def test_they_take_what_each_has_on_its_own_device(tmp_path: Path) -> None:
 
 
 def test_processes_that_differ_say_so(tmp_path: Path) -> None:
-    errors = [process["error"] for process in run(2, "differ", tmp_path)]
-    for i, error in enumerate(errors):
+    found = run(2, "differ", tmp_path)
+    for i, process in enumerate(found):
+        lines = process["uneven"].splitlines()
+        assert lines[0] == f"process {i} and process {1 - i} have different arguments:"
+        rows = [line.strip() for line in lines if "leaf 0 of the batch" in line]
+        theirs, own = (
+            f"leaf 0 of the batch: float32[{8 * (1 + k)},5]" for k in (1 - i, i)
+        )
+        assert rows == [f"-{theirs}", f"+{own}"]
+    for i, error in enumerate(process["error"] for process in found):
         first, *lines = error.splitlines()
         assert first == f"process {i} and process {1 - i} have different plans:"
         assert lines[0].strip() == f"--- process {1 - i}"
