@@ -324,6 +324,21 @@ def test_advice_keeps_to_what_fits_and_to_what_is_not_asked(report) -> None:
     assert lack.takes < 0 and "frees" in lack.text(1.0)
     quiet = dataclasses.replace(report.timeline, device=())
     assert advise(dataclasses.replace(report, timeline=quiet), devices, 2**40) == ()
+    lines = tuple(map(in_turn, report.plan.collectives))
+    ordered = dataclasses.replace(
+        report, plan=dataclasses.replace(report.plan, collectives=lines)
+    )
+    options = [dict(r.options) for r in advise(ordered, devices, report.target.memory)]
+    assert options and not any("prefetch" in option for option in options)
+
+
+def in_turn(line: shardfn.Collective) -> shardfn.Collective:
+    """The same line, of a loop that orders its gathers."""
+    why = (
+        dataclasses.replace(w, step=dataclasses.replace(w.step, in_turn=True))
+        for w in line.why
+    )
+    return dataclasses.replace(line, why=tuple(why))
     least = ADVISED_SHARE * report.step_seconds
     few = tuple(dataclasses.replace(r, saves=least / 2) for r in report.advice)
     assert "may help" not in str(dataclasses.replace(report, advice=few))

@@ -85,11 +85,13 @@ def of_storage(figures: Figures) -> list[Advice]:
 
 
 def _prefetch(figures: Figures, devices: Devices, memory: int) -> Iterator[Advice]:
-    """Gathers of loops, a layer ahead: those that a layer uses first, or all."""
+    """Gathers of loops, a layer ahead: those that a layer uses first, or all. Not of
+    loops that gather in turn, which costs less (see `order_gathers`)."""
     del devices, memory
     asked, waits = figures.plan.control.asked("prefetch"), _waits(figures, AllGather.op)
     lines = [c for c in _gathers(figures) if _in_loop(c)]
-    if not lines or not waits or any(map(layers_ahead, asked)):
+    in_turn = any(why.step.in_turn for c in lines for why in c.why)
+    if in_turn or not lines or not waits or any(map(layers_ahead, asked)):
         return
     why = f"the device waits {seconds_text(waits)} for gathers"
     first = [c for c in lines if c.used_first]
