@@ -15,7 +15,7 @@ from shardfn.analysis._text import size_text
 
 
 def captured_notes(program: Program, body: BodyPlan, axes: Axes) -> Iterator[str]:
-    """The line that says what captured arrays take, and how they are sharded."""
+    """The line that says what captured arrays take."""
     inputs = zip(program.inputs, body.inputs, strict=True)
     given = sum(local_bytes(program.avals[v], s, axes) for v, s in inputs)
     captured = captured_bytes(program)
@@ -23,6 +23,5 @@ def captured_notes(program: Program, body: BodyPlan, axes: Axes) -> Iterator[str
         yield (
             f"arrays that the step captures are whole on every device: "
             f"{size_text(captured)}, more than its arguments take, {size_text(given)}. "
-            "Pass them as an argument, which is stored as state is if it is frozen "
-            "weights"
+            "Pass frozen weights as an argument: they are stored like state"
         )

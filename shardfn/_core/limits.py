@@ -188,7 +188,7 @@ takes 6.3 GiB of temporary memory in place of 6.7, in shorter steps."""
 
 NARROW_STACKS = 0.04
 """The part of what a step takes of a device that stacks have to save to be cast behind
-their loops. XLA orders sums otherwise then: steps are up to 3% longer, or shorter."""
+their loops: below, 0% to 4% of temporary memory, above, 7% to 22%. Steps vary by 3%."""
 
 # What a plan warns of
 

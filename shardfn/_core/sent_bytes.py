@@ -13,7 +13,7 @@ from shardfn._core.program import Program
 from shardfn._core.sharding import Axes
 
 Made = tuple[Program, BodyPlan]
-"""A program and its plan, scheduled."""
+"""A program and its plan."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ In: an aval. Out: counts that also hold for values without shape or dtype.
 import math
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from shardfn._core.sharding import Axes, Sharding, local_shape, stored_shape
@@ -40,3 +41,11 @@ def key_word() -> int:
 def itemsize(aval: Any) -> int:
     """Bytes per element; 8 for PRNG keys."""
     return getattr(getattr(aval, "dtype", None), "itemsize", None) or 8
+
+
+def keeps_numbers(old: Any, new: Any) -> bool:
+    """Whether every number of a floating-point dtype has an equal in another one."""
+    if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in (old, new)):
+        return False
+    a, b = jnp.finfo(old), jnp.finfo(new)
+    return a.nmant <= b.nmant and a.maxexp <= b.maxexp and a.minexp >= b.minexp

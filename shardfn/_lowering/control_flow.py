@@ -25,7 +25,7 @@ from shardfn._lowering.collectives import run_move
 from shardfn._lowering.custom_derivatives import run_custom
 from shardfn._lowering.move_lowerings import varying
 from shardfn._lowering.prefetching_scan import AheadPart, scan_ahead
-from shardfn._schedule.stacked_terms import cast_all, narrow_dtypes
+from shardfn._schedule.stacked_casts import cast_all, narrow_dtypes
 
 Arrays = Sequence[jax.Array]
 Emit = Callable[..., list[jax.Array]]

@@ -78,6 +78,8 @@ class Rounds:
         return min((first, self.solved(backward.said)), key=self.price)
 
     def price(self, solved: Solved) -> float:
+        """What a plan sends, before passes join small moves: both have as many chances
+        for that."""
         return sent(self.program, solved.plan, self.decider.axes).price
 
     def solved(self, said: Said) -> Solved:

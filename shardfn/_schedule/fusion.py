@@ -69,7 +69,10 @@ def compares(node: Node) -> bool:
         return False
     numbers = node.eqn.params["dimension_numbers"]
     made, _, added = (v.aval for v in node.eqn.invars)
-    (*_, last) = numbers.scatter_dims_to_operand_dims
+    scattered = numbers.scatter_dims_to_operand_dims
+    if not scattered:
+        return False
+    last = scattered[-1]
     return (
         not numbers.update_window_dims
         and len(numbers.operand_batching_dims) == made.ndim - 1  # pyright: ignore

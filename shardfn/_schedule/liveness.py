@@ -27,7 +27,7 @@ from shardfn._schedule import fusion
 from shardfn._schedule.cast_stacks import cast_stacks
 from shardfn._schedule.delayed_sums import delayed_sums
 from shardfn._schedule.heap import Heap
-from shardfn._schedule.stacked_terms import narrow_dtypes
+from shardfn._schedule.stacked_casts import narrow_dtypes
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from shardfn._core.sharding import Axes
 from shardfn._core.sizes import local_bytes
 from shardfn._schedule.heap import Heap
 from shardfn._schedule.peak_bytes import peak_bytes
-from shardfn._schedule.stacked_terms import cast_dtype
+from shardfn._schedule.stacked_casts import cast_dtype
 
 NARROW = Note(
     "narrow_stacks",
@@ -38,6 +38,7 @@ def narrow_stacks(program: Program, body: BodyPlan, axes: Axes) -> BodyPlan:
     Returns:
       The plan; the same one if too little would be saved.
     """
+    # By no compiler's account: a plan is the same for all.
     saved = sum(_saved(program, body, axes))
     if not saved or saved < NARROW_STACKS * peak_bytes(program, body, axes, Heap()):
         return body

@@ -7,6 +7,7 @@ of them come back, and where; the others are read only.
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 from jax.tree_util import SequenceKey
 
 from shardfn._core.call_arguments import Path, Position, StateArguments
@@ -24,8 +25,8 @@ def asked_states(
 ) -> StateArguments:
     """The meaning of arguments of which the user says which are state.
 
-    Those that are like nothing that the step returns are read only, perhaps all. The
-    others come back as the first results, in the order in which they are named.
+    Those that are like no result, but for those that others are, are read only, perhaps
+    all. The others come back as the first results, in the order of their names here.
 
     Args:
       arguments: pytrees of `ShapeDtypeStruct`, in order.
@@ -40,8 +41,8 @@ def asked_states(
     if is_read:
         note = found_note(names, {}, (), asked)
         return StateArguments(asked, (), notes=(note,), by_hand=True)
-    fixed = [p for p in asked if p in arguments]
-    fixed = [p for p in fixed if returns_no_state([arguments[p]], out)]
+    state = _coming_back({p: arguments[p] for p in asked if p in arguments}, out)
+    fixed = [p for p in asked if p in arguments and p not in state]
     state = [p for p in asked if p not in fixed]
     is_alone = len(state) == 1 and same(out, arguments.get(state[0]))
     if not fixed:
@@ -52,3 +53,22 @@ def asked_states(
     note = found_note(names, pairs, state, fixed)
     order, results = (*state, *fixed), tuple(pairs.values())
     return StateArguments(order, results, notes=(note,), by_hand=True)
+
+
+def _coming_back(asked: Mapping[Position, Any], out: Any) -> set[Position]:
+    """The arguments that are like a result that is like no argument before them; those
+    that have all of its types count first."""
+    results = [*out] if type(out) in (tuple, list) else [out]
+    found: set[Position] = set()
+    for is_like in (same, _may_be):
+        for position, argument in asked.items():
+            like = [x for x in results if x is not None and is_like(x, argument)]
+            if position not in found and like:
+                found.add(position)
+                results[next(i for i, x in enumerate(results) if x is like[0])] = None
+    return found
+
+
+def _may_be(result: Any, argument: Any) -> bool:
+    """Whether a result may be an argument that comes back changed by mistake."""
+    return bool(jax.tree.leaves(result)) and not returns_no_state([argument], result)

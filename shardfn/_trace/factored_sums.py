@@ -8,6 +8,7 @@ reduce-scatter.
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -93,14 +94,18 @@ class _End:
 def _summed(loop: Node, made: _Made) -> list[Node]:
     """A scan that sums before it multiplies, and what is then behind it."""
     (body,), (region,) = loop.bodies, loop.regions
+    if not loop.times:  # or zeros would be multiplied with what may be infinite
+        return [loop]
     found = (_sum_of(loop, *pair) for pair in region.loops)
     sums = [end for end in found if end is not None]
-    same = {body.inputs[i] for i in region.constants}
+    given: dict[int, Atom] = {
+        body.inputs[i]: atom
+        for i in region.constants
+        if isinstance(atom := loop.inputs[region.operands[i]], int)
+    }
+    same = given.keys()
     body = _out_of_remats(body, same, [end.terms for end in sums])
     sources = sources_of(body, same, [end.terms for end in sums])
-    given: dict[int, Atom] = {
-        body.inputs[i]: loop.inputs[region.operands[i]] for i in region.constants
-    }
     body, instead = _with_additions(body, sums, sources)
     loop, behind = _taken_out(loop, body, sums, sources, instead, given, made)
     return [loop, *behind]
@@ -128,9 +133,11 @@ def _sum_of(loop: Node, result: int, argument: int) -> _End | None:
         adds.append(node)
         terms.append(others[0])
         (last,) = node.outputs
-    between = {carry, *(add.outputs[0] for add in adds)} - {last}
+    sums = [carry, *(add.outputs[0] for add in adds)]
+    reads = Counter(v for node in body.nodes for v in values_of(node))
+    reads.update(v for v in body.outputs if isinstance(v, int))
     ends = [j for j, atom in enumerate(body.outputs) if atom == last]
-    if not adds or ends != [result] or not between.isdisjoint(_values(body.outputs)):
+    if not adds or ends != [result] or any(reads[v] != 1 for v in sums):
         return None
     return _End(result, at, Terms(tuple(terms), aval), carry, tuple(adds))
 
@@ -138,8 +145,8 @@ def _sum_of(loop: Node, result: int, argument: int) -> _End | None:
 def _with_additions(
     body: Program, sums: Sequence[_End], sources: Sequence[TermSource | None]
 ) -> tuple[Program, list[int]]:
-    """A body that adds up sources, and what it is to return for each sum that is made
-    of one; the others are what they were given."""
+    """A body that adds up sources, and what it is to return for each sum: the source's
+    sum, or the carry as it came, zeros that nobody reads, where that is another's."""
     inside, instead = _Made(list(body.avals), list(body.leaves), list(body.nodes)), []
     for k, (end, source) in enumerate(zip(sums, sources, strict=True)):
         instead.append(end.carry)
@@ -244,7 +251,3 @@ def _operations(
         nodes.append(replace(add, inputs=operands, kinds=kinds, outputs=(new,)))
         total = new
     return nodes
-
-
-def _values(atoms: Sequence[Atom]) -> set[int]:
-    return {atom for atom in atoms if isinstance(atom, int)}

@@ -16,6 +16,7 @@ from typing import Any
 from jax import lax
 
 from shardfn._core.leaves import Names
+from shardfn._core.limits import PADDED_FEATURES
 from shardfn._core.op_sharding_rule import Dim, OpShardingRule
 from shardfn._core.program import VALUE, Atom, Node, Program, number_of
 from shardfn._core.regions import with_constants
@@ -31,7 +32,8 @@ _Key = tuple[Any, ...]
 
 
 def take_out_casts(program: Program) -> Program:
-    """Takes casts and the like of weights out of loops, and of remats that share them.
+    """Takes casts and the like of weights out of loops, and of remats that share them;
+    and out of loops, layouts of what is the same in all iterations.
 
     Args:
       program: the program, its values named.
@@ -201,7 +203,7 @@ def _without_casts(
             take(node)
             weights.update(node.outputs)
             continue
-        if only is None and _lays_out(node, outside.keys(), filled):
+        if only is None and _lays_out(node, body, outside.keys(), filled):
             take(node)
             continue
         if only is not None and _is_elementwise(node, body, outside):
@@ -270,11 +272,17 @@ def _is_of_weights(
     )
 
 
-def _lays_out(node: Node, outside: Set[int], filled: Mapping[int, Node]) -> bool:
-    """Whether a node only lays out anew one value from outside."""
+def _lays_out(
+    node: Node, body: Program, outside: Set[int], filled: Mapping[int, Node]
+) -> bool:
+    """Whether a node only lays out anew one value from outside, with no more zeros
+    beside it than features of rows get (`row_features`)."""
     values = {atom for atom in node.inputs if isinstance(atom, int)} - filled.keys()
-    known = len(values) == 1 and values <= outside
-    return known and node.eqn.primitive in LAYOUTS
+    if node.eqn.primitive not in LAYOUTS or len(values) != 1 or not values <= outside:
+        return False
+    (value,), (made,) = values, node.outputs
+    most = (1 + PADDED_FEATURES) * body.avals[value].size
+    return body.avals[made].size <= most
 
 
 def _is_filled(node: Node, filled: Mapping[int, Node]) -> bool:

@@ -41,7 +41,7 @@ def computed_alike(program: Program, arguments: Mapping[int, int]) -> Mapping[in
             first[node.outputs[0]] = others[0]
             continue
         key: Hashable = _key(node, numbers)
-        if name in NESTED:
+        if name in NESTED and numbers[0] >= 0:
             key = reduced[node.outputs[0]] = _reduction(node, numbers[0], reduced)
         made = seen.setdefault(key, node.outputs)
         first.update(zip(node.outputs, made, strict=True))

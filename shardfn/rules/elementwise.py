@@ -5,13 +5,13 @@ are scalars. Out: one factor per dimension, and where a sum may pass through.
 """
 
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import JaxprEqn
 
 from shardfn._core.compat import beta_types_vary, primitives
 from shardfn._core.make_rule import make_rule
 from shardfn._core.op_sharding_rule import OpShardingRule, factor_names
 from shardfn._core.rule_registry import register_rule
+from shardfn._core.sizes import keeps_numbers
 from shardfn.rules._factors import dtype_of, result_dtype, result_shape, shape_of
 
 _NONLINEAR = (
@@ -113,14 +113,8 @@ def _convert_element_type(eqn: JaxprEqn) -> OpShardingRule:
     Narrowing rounds each term, which is another result than rounding their sum.
     """
     old, new = dtype_of(eqn), result_dtype(eqn)
-    return elementwise_rule(eqn, "each" if old == new or _widens(old, new) else "")
-
-
-def _widens(old: np.dtype, new: np.dtype) -> bool:
-    if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in (old, new)):
-        return False
-    a, b = jnp.finfo(old), jnp.finfo(new)
-    return a.nmant <= b.nmant and a.maxexp <= b.maxexp and a.minexp >= b.minexp
+    is_linear = old == new or keeps_numbers(old, new)
+    return elementwise_rule(eqn, "each" if is_linear else "")
 
 
 @register_rule(*primitives("platform_index"))

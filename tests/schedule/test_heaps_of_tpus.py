@@ -100,6 +100,14 @@ def test_the_gradient_of_a_picked_logit_is_a_comparison(account: Account) -> Non
     assert 0.5 * logits < less < 1.1 * logits
 
 
+def test_an_addition_at_no_index_is_no_comparison(account: Account) -> None:
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.mean(jnp.zeros(LOCAL).at[()].add(x[:LOCAL, 0] * w[0, 0]))
+
+    given = loss, floats(2, VOCABULARY), floats(ROWS, 2)
+    assert account(*given, Heap(compares=True)) == account(*given, Heap())
+
+
 def test_a_relu_is_written_over_what_it_is_of(account: Account) -> None:
     def loss(w: dict[str, jax.Array], x: jax.Array) -> jax.Array:
         made = x @ w["in"]

@@ -147,7 +147,7 @@ def by_hand(add: Callable[[jax.Array, jax.Array, Any], jax.Array], start: float)
             loss, grads = jax.value_and_grad(loss_fn)(p, x)
             return add(total, grads["w"], p), loss
 
-        total = jnp.full((WIDTH, WIDTH), start)
+        total = jnp.full((WIDTH, WIDTH), start, jnp.float32)
         total, losses = lax.scan(one, total, x.swapaxes(0, 1))
         return {**p, "w": p["w"] - 0.1 * total}, losses
 
@@ -155,18 +155,51 @@ def by_hand(add: Callable[[jax.Array, jax.Array, Any], jax.Array], start: float)
 
 
 BY_HAND = {
-    "multiplied": by_hand(lambda t, g, p: t + g * p["other"], 0.0),
-    "from_one": by_hand(lambda t, g, p: t + g * p["other"], 1.0),
-    "squared": by_hand(lambda t, g, p: t + g**2 * p["other"], 0.0),
-    "decayed": by_hand(lambda t, g, p: 0.9 * t + g * p["other"], 0.0),
-    "with_a_constant": by_hand(lambda t, g, p: t + g * p["other"] + p["other"], 0.0),
-    "shifted": by_hand(lambda t, g, p: t + (g + p["w"]) * p["other"], 0.0),
-    "divided_by": by_hand(lambda t, g, p: t + p["other"] / (2 + g), 0.0),
-    "read": by_hand(lambda t, g, p: t + g * p["other"] + 0 * jnp.sin(t), 0.0),
+    "multiplied": (by_hand(lambda t, g, p: t + g * p["other"], 0.0), 1),
+    "from_one": (by_hand(lambda t, g, p: t + g * p["other"], 1.0), TIMES),
+    "squared": (by_hand(lambda t, g, p: t + g**2 * p["other"], 0.0), TIMES),
+    "decayed": (by_hand(lambda t, g, p: 0.9 * t + g * p["other"], 0.0), TIMES),
+    "with_more": (by_hand(lambda t, g, p: t + (g + p["w"]) * p["other"], 0.0), TIMES),
+    "divided_by": (by_hand(lambda t, g, p: t + p["other"] / (2 + g), 0.0), TIMES),
+    "read": (by_hand(lambda t, g, p: t + (g + jnp.sin(t)) * p["other"], 0.0), TIMES),
 }
 
 
 @pytest.mark.parametrize("name", BY_HAND)
 def test_what_is_no_such_sum_stays_as_it_is(name: str) -> None:
-    sharded = shardfn.fully_shard(BY_HAND[name], cpu_mesh(4), min_size=0, **GATHERS)
-    assert_steps_alike(BY_HAND[name], sharded, *arguments(), steps=3)
+    step, times = BY_HAND[name]
+    sharded = shardfn.fully_shard(step, cpu_mesh(4), min_size=0, **GATHERS)
+    lines = sharded.plan(*arguments()).collectives
+    shape = (WIDTH, WIDTH)
+    assert {c.times for c in lines if c.reduces and c.shape == shape} == {times}
+    assert_steps_alike(step, sharded, *arguments(), steps=3)
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_sum_that_is_returned_on_the_way_stays(behind: bool) -> None:
+    """What reads it may stand in front of the addition, or behind it."""
+
+    def step(p: Any, x: jax.Array) -> Any:
+        def one(total: jax.Array, x: jax.Array) -> Any:
+            grad = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(p["w"])
+            before = jnp.sum(jnp.sin(total))
+            new = total + grad * p["other"]
+            return new, jnp.sum(jnp.sin(total)) if behind else before
+
+        start = jnp.zeros((WIDTH, WIDTH))
+        total, seen = lax.scan(one, start, x.swapaxes(0, 1))
+        return {**p, "w": p["w"] - 0.1 * total}, seen
+
+    sharded = shardfn.fully_shard(step, cpu_mesh(4), min_size=0, **GATHERS)
+    assert_steps_alike(step, sharded, *arguments(), steps=3)
+
+
+def test_no_iterations_are_not_multiplied() -> None:
+    """With what is not a number."""
+    step = recurrent(lambda p, x: p["w"] / p["gain"], remat=False)
+    state, x = arguments()
+    state["gain"] = jnp.zeros_like(state["gain"])
+    sharded = shardfn.fully_shard(step, cpu_mesh(4), min_size=0, **GATHERS)
+    new, _ = sharded(sharded.shard(state), x[:, :0])
+    plain, _ = jax.jit(step)(state, x[:, :0])
+    np.testing.assert_array_equal(sharded.unshard(new)["w"], plain["w"])

@@ -471,6 +471,34 @@ def test_frozen_weights_are_stored_like_state_and_read_only(asked) -> None:
         assert 8 * x.addressable_shards[0].data.size == x.size
 
 
+def asked(fn, argnums, *args) -> StateArguments:
+    mesh = jax.make_mesh((8,), ("data",))
+    step = shardfn.fully_shard(fn, mesh, min_size=0, state_argnums=argnums)
+    _, batch = step.plain.divide(args, {}, step.storage.axes)
+    return batch.meaning
+
+
+@pytest.mark.parametrize(
+    "fn, argnums, args, expected",
+    [
+        # A teacher of the student's types, and an array of those of one of its leaves.
+        (lambda p, t, x: towards(t, p, x), (0, 1), (P, P, X), "0<-0 reads 1"),
+        (lambda p, w, x: (update(p, MU, x + w.sum())[0], 0.0), (0, 1),
+         (P, ones(16, 8), X), "0<-0 reads 1"),
+        (lambda w, p, x: (update(p, MU, x + w.sum())[0], 0.0), (1, 0),
+         (ones(16, 8), P, X), "1<-0 reads 0"),
+        (adapted, (1, 0), (LORA, FROZEN, X), "0<-0 reads 1"),
+        (update, (0, 1), (P, MU, X), "0<-0 1<-1"),
+        # What comes back in another place is not read only: planning says so.
+        (pick(update, 2, 0, 1), (0, 1), (P, MU, X), "0<-0 1<-1"),
+    ],
+)  # fmt: skip
+def test_what_is_named_and_does_not_come_back_is_read_only(
+    fn, argnums, args, expected
+) -> None:
+    assert shown(asked(fn, argnums, *args)) == expected
+
+
 def test_weights_that_may_be_rows_are_asked_about() -> None:
     step = shardfn.fully_shard(adapted, jax.make_mesh((8,), ("data",)), min_size=0)
     stacks = {"layers": ones(3, 16, 16), "table": ones(3, 16)}
