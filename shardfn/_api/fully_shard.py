@@ -130,8 +130,8 @@ def fully_shard(
         comes back are read only. `"auto"`, the default: the arguments that come back
         with their structure, shapes and dtypes, updated, wherever they stand among the
         arguments and the results; arguments that are like the state, or like a part of
-        it, and trees without rows of the batch, such as frozen weights, are stored like
-        it and read only. Of a function
+        it, and trees that can be no batch, such as frozen weights, are stored like it
+        and read only. Of a function
         that returns none, such as an evaluation, it is the first argument, or what
         arrives stored, and read only. Without a mesh, the first. `repr(step)` and the
         plan say which it is; give positions if that is not what you mean.

@@ -4,6 +4,7 @@ In: the step as written for one device, and the options that describe it. Out: w
 arguments are state, how the batch is split, and the planned step for given shapes.
 """
 
+import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -234,15 +235,15 @@ class PlainStep:
         mesh: jax.sharding.AbstractMesh | None,
     ) -> StateArguments | None:
         """Traces the step to find which arguments come back. None where it cannot be
-        traced: the first is taken for the state then, and planning says what is
-        wrong."""
+        traced: the first is taken for the state, and planning says what is wrong."""
         found = self.traced(leaves, treedef, axes, mesh)
         if found is None:
             return None
         avals, made = found
         given = by_place(avals)
-        names = self.titles(given)
-        return find_state(given, names, made.out, made.program, self.state_argnums)
+        devices = math.prod(axes.sizes) if self.batch_spec is None else 1
+        found = self.titles(given), made.out, made.program, self.state_argnums
+        return find_state(given, *found, devices)
 
     @property
     def split(self) -> Callable[..., tuple[Sharding, ...]]:

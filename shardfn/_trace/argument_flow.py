@@ -38,6 +38,14 @@ def is_like_rows(tree: Any) -> bool:
     return len({leaves[i].shape[0] for i in dimmed(tree)}) <= 1
 
 
+def is_no_batch(tree: Any, devices: int) -> bool:
+    """Whether the leaves of an argument differ in rows, and some of them have rows that
+    the devices do not divide."""
+    leaves = jax.tree.leaves(tree)
+    rows = {leaves[i].shape[0] for i in dimmed(tree)}
+    return len(rows) > 1 and any(count % devices for count in rows)
+
+
 def dimmed(tree: Any) -> list[int]:
     """Which leaves of a pytree have dimensions that a batch might be split on."""
     leaves = enumerate(jax.tree.leaves(tree))

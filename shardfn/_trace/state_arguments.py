@@ -25,6 +25,7 @@ from shardfn._trace.argument_flow import (
     dimmed,
     is_array,
     is_like_rows,
+    is_no_batch,
     same,
 )
 from shardfn._trace.asked_states import asked_states
@@ -32,6 +33,7 @@ from shardfn._trace.dataflow import Dimension
 from shardfn._trace.forward_only import include_modules, returns_no_state
 from shardfn._trace.returned_arguments import is_first, returned_pairs
 from shardfn._trace.state_texts import (
+    batch_notes,
     changes,
     found_note,
     other_note,
@@ -47,6 +49,7 @@ def find_state(
     out: Any,
     program: Callable[[], Program],
     asked: tuple[int, ...] | None = None,
+    devices: int = 1,
 ) -> StateArguments:
     """Finds the arguments that come back, or are read by a function that returns none.
 
@@ -57,6 +60,7 @@ def find_state(
       program: makes the program of the step, whose arguments are the leaves of
         `arguments`; called only if something is like an argument.
       asked: positions that the user says are state; None to find them.
+      devices: how many divide the rows of a batch; 1 if its `batch_spec` is given.
 
     Returns:
       The state, and where it comes back.
@@ -82,14 +86,15 @@ def find_state(
     found = None
     if alike or is_first(arguments, out):
         found = _Search(
-            ArgumentFlow.of(arguments, out, program()), names, alike
+            ArgumentFlow.of(arguments, out, program()), names, alike, devices
         ).found()
     if found is None and is_read:
         note = found_note(names, {}, (), (0,))
         return StateArguments((0,), (), notes=(note,), hints=(note,))
     if found is None:
         changed = tuple(changes(arguments, names, out, {0: FIRST}))
-        found = StateArguments(notes=changed, hints=changed)
+        notes = (*changed, *batch_notes(arguments, names, (0,)))
+        found = StateArguments(notes=notes, hints=changed)
     return found
 
 
@@ -101,11 +106,13 @@ class _Search:
       flow: what becomes of its arguments.
       names: their names.
       alike: for arguments that might come back, where.
+      devices: how many divide the rows of a batch.
     """
 
     flow: ArgumentFlow
     names: Mapping[Position, str]
     alike: Mapping[Position, Sequence[Path]]
+    devices: int
     _pairs: dict[Position, Path] = field(default_factory=dict)
     _rows: set[Dimension] = field(default_factory=set)
 
@@ -161,6 +168,7 @@ class _Search:
             read_only_note(names[p], self._is_twin(self.arguments[p], state))
             for p in fixed
         ]
+        notes += batch_notes(self.arguments, names, (*pairs, *fixed))
         notes += changes(self.arguments, names, self.flow.out, pairs)
         return StateArguments(
             arguments=(*state, *fixed),
@@ -268,16 +276,15 @@ class _Search:
         self, position: Position, state: Sequence[Position], own: set[Dimension]
     ) -> bool:
         """Whether an argument that does not come back is like one that is state, or a
-        part of it, as the parameters of a teacher are; or is a tree whose leaves have
-        different first dimensions, next to arguments with rows, as those to which LoRA
-        is added are."""
+        part of it, as a teacher's parameters are; or is a tree that can be no batch,
+        next to arguments with rows, as those to which LoRA is added."""
         argument = self.arguments[position]
         if position in self._pairs or not dimmed(argument):
             return False
         if self.flow.reaches(position, self._rows):
             return False
         if not self._is_twin(argument, state):
-            return bool(self._rows) and not is_like_rows(argument)
+            return bool(self._rows) and is_no_batch(argument, self.devices)
         along = all(dims[0] in own for dims in self.flow.classes[position])
         return along or not (is_array(argument) or is_like_rows(argument))
 

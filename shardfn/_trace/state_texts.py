@@ -4,7 +4,7 @@ In: what was found of them, and how they are called. Out: lines for `repr(step)`
 plan and messages; or an error that shows what might be meant.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -12,6 +12,7 @@ from jax.tree_util import SequenceKey, tree_flatten_with_path
 
 from shardfn._core.call_arguments import Path, Position, parts
 from shardfn._core.errors import ShardingError, called, step_name
+from shardfn._trace.argument_flow import is_like_rows
 
 Names = Mapping[Position, str]
 
@@ -48,6 +49,20 @@ def read_only_note(name: str, like_state: bool) -> str:
         f"argument {name} {why} and does not come back: it is stored as state is, and "
         "not donated"
     )
+
+
+def batch_notes(
+    arguments: Mapping[Position, Any], names: Names, others: Collection[Position]
+) -> list[str]:
+    """Lines on trees whose leaves differ in rows, and that are taken for batches: all
+    but some others."""
+    return [
+        f"argument {names[p]} does not come back: it is taken for a batch, though its "
+        "leaves differ in rows. If it is parameters that are only read, name it in "
+        "state_argnums=, too"
+        for p, argument in arguments.items()
+        if p not in others and not is_like_rows(argument)
+    ]
 
 
 def refuse_readings(

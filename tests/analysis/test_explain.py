@@ -14,7 +14,7 @@ from jax import lax
 from plan_helpers import shard, shard_fn
 
 import shardfn
-from shardfn._propagation import propagate
+from shardfn._propagation import rounds
 from shardfn._schedule.pipeline import PASSES
 
 HERE = "test_explain.py"
@@ -303,7 +303,7 @@ def test_what_decided_is_said(name: str) -> None:
 
 
 def test_rounds_that_went_on_are_said(monkeypatch) -> None:
-    monkeypatch.setattr(propagate, "FREE_ROUNDS", 0)
+    monkeypatch.setattr(rounds, "FREE_ROUNDS", 0)
     plan = shard_fn(taught, mesh(), STACK, (8, 16)).plan
     text = "still changed after 5 rounds, and could only grow from then on"
     assert f"propagate: what is preferred of it {text} (limits.FREE_ROUNDS)" in (

@@ -228,17 +228,20 @@ def test_messages_call_arguments_as_the_step_does() -> None:
     """They were numbered among those that are not state."""
 
     def step(params, teacher, x, *, y):
-        return params * 2, jnp.sum(x) + jnp.sum(y) + teacher["a"][0] + teacher["b"][0]
+        first = teacher["a"][0] + teacher["b"][0, 0]
+        return params * 2, jnp.sum(x) + jnp.sum(y) + first
 
     sharded = shardfn.fully_shard(step, cpu_mesh(4))
-    teacher = {"a": jnp.ones(6), "b": jnp.ones(7)}
+    teacher = {"a": jnp.ones(6), "b": jnp.ones((6, 2))}
     with pytest.raises(shardfn.ShardingError) as error:
         sharded(jnp.ones(3), teacher, jnp.ones((5, 2)), y=jnp.ones(7))
     lines = str(error.value).splitlines()
     assert lines[0].startswith("batch leaf 'teacher/a' has 6 rows, which 4 devices")
-    others = "'teacher/b' with 7 rows, 'x' with 5 rows, 'keywords/y' with 7 rows"
+    others = "'teacher/b' with 6 rows, 'x' with 5 rows, 'keywords/y' with 7 rows"
     assert lines[1] == f"  also uneven: {others}"
-    assert lines[2].startswith("  the leaves of argument 'teacher' have 6, 7 rows. It ")
+    assert lines[2].startswith(
+        "  the leaves of argument 'teacher' have 6 rows, those of others 5, 7. It is "
+    )
 
 
 @pytest.mark.parametrize("spec", ["data", {"x": "data"}, {"x": {"y": P()}}, 0])

@@ -204,12 +204,15 @@ def pick(fn, *order):
          "1<-1 reads 0"),
         (lambda w, t, x: (linear(w, x) + 0.0 * t, 0.0), (ones(16, 8), ones(16, 8), X),
          "0<-0 reads 1"),
-        # So is a tree whose leaves are no rows of one batch, next to rows.
+        # So is a tree whose leaves are no rows of one batch: of three layers.
         (adapted, (LORA, FROZEN, X), "0<-0 reads 1"),
         (lambda f, a, x: adapted(a, f, x), (FROZEN, LORA, X), "1<-0 reads 0"),
         (lambda a, x, w: adapted(a, FROZEN, x * w["of"][:, None]),
          (LORA, X, {"of": ones(8), "classes": ones(5)}), "0<-0"),
         (lambda a, f: adapted(a, f, X), (LORA, FROZEN), "0<-0"),
+        (lambda p, q, d: (update(p, MU, q @ jnp.concatenate([d["pos"], d["neg"]]).T
+                                 @ jnp.ones((72, 16)))[0], 0.0),
+         (P, X, {"pos": ones(8, 16), "neg": ones(64, 16)}), "0<-0"),
         # Nothing to store: no optimizer state, a count.
         (lambda p, o, x: (update(p, MU, x)[0], o, 0.0), (P, (), X), "0<-0"),
         (lambda p, n, x: (update(p, MU, x)[0], n + 1), (P, 0, X), "0<-0"),
@@ -469,6 +472,21 @@ def test_frozen_weights_are_stored_like_state_and_read_only(asked) -> None:
     assert "; read only: argument 1 ('frozen'))" in repr(sharded)
     for x in jax.tree.leaves(kept):
         assert 8 * x.addressable_shards[0].data.size == x.size
+
+
+def test_trees_that_may_be_frozen_weights_are_said() -> None:
+    """Eight devices divide their rows."""
+    frozen = {"layers": ones(8, 16, 16), "table": ones(16, 16)}
+    plan = shardfn.fully_shard(adapted, jax.make_mesh((8,), ("data",))).plan(
+        LORA, frozen, X
+    )
+    said = (
+        "argument 1 ('frozen') does not come back: it is taken for a batch, though its "
+        "leaves differ in rows. If it is parameters that are only read, name it in "
+        "state_argnums=, too"
+    )
+    assert said in plan.notes
+    assert "differ in rows" not in str(meaning(update, P, MU, X).notes)
 
 
 def asked(fn, argnums, *args) -> StateArguments:
