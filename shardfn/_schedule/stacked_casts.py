@@ -1,8 +1,9 @@
 """Which dtype what a loop stacks has before its body casts it last.
 
 In: a loop and its plan. Out: the dtype in which it may stack a result, where no move
-comes between the cast and the stack: cast behind the loop it is the same to the bit,
-and the stack has fewer bytes. `narrow_stacks` says where that is done.
+comes between the cast and the stack: cast behind the loop it is the same, but for a
+rounding in front of the cast that XLA might leave out, and the stack has fewer bytes.
+`narrow_stacks` says where that is done.
 """
 
 from collections.abc import Sequence
