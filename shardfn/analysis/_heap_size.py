@@ -16,8 +16,10 @@ from typing import Any
 import jax
 
 _ASSIGNMENT = "*after_optimizations-buffer-assignment.txt"
-_HEAP = re.compile(r"^allocation \d+: size (\d+), preallocated-temp:", re.MULTILINE)
-"""An allocation in the device's main memory: others have a color."""
+_HEAP = re.compile(
+    r"^allocation \d+: size (\d+)(?:, page 0)?, preallocated-temp:", re.MULTILINE
+)
+"""An allocation in the device's main memory: others have a color, or another page."""
 
 
 def compiled_with_heap(
@@ -41,8 +43,8 @@ def compiled_with_heap(
         asked = {**(options or {}), "xla_dump_to": folder}
         compiled = lowered.compile(compiler_options=asked)
         written = [path.read_text() for path in Path(folder).glob(_ASSIGNMENT)]
-    heaps = [heap_size(text) for text in written]
-    return compiled, max(heaps) if heaps else _summed(compiled)
+    heap = max(map(heap_size, written), default=0)
+    return compiled, heap or _summed(compiled)
 
 
 def heap_size(assignment: str) -> int:

@@ -23,6 +23,7 @@ from plan_helpers import (
     walk,
 )
 
+from shardfn._schedule import narrow_stacks
 from shardfn.analysis import targets
 
 
@@ -159,8 +160,10 @@ def test_compilers_gather_as_often_as_planned(
 
 @pytest.mark.aot("h100:8")
 @pytest.mark.standard_promotion
-def test_memory_on_gpus_grows_by_the_layers_that_are_ahead() -> None:
-    """By their gathered weights, 16 MiB, and at the first one by what XLA copies."""
+def test_memory_on_gpus_grows_by_the_layers_that_are_ahead(monkeypatch) -> None:
+    """By their gathered weights, 16 MiB, and at the first one by what XLA copies. Where
+    stacks are in bfloat16, it takes less in all cases, but not equally less."""
+    monkeypatch.setattr(narrow_stacks, "NARROW_STACKS", 1)
     none, one, two = (compiled(asked)[1] for asked in (0, 1, 2))
     assert 16 <= one - none <= 2.4 * 16
     assert 16 <= two - one <= 1.6 * 16

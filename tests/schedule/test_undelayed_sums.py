@@ -19,7 +19,7 @@ from shardfn._core import limits
 from shardfn._core.moves import ReduceScatter
 from shardfn._core.plan import Apply, BodyPlan, Reshard
 from shardfn._lowering import interpreter
-from shardfn._schedule import chain_reduce_scatters, undelayed_sums
+from shardfn._schedule import chain_reduce_scatters, narrow_stacks, undelayed_sums
 from shardfn.analysis import targets
 from shardfn.analysis._hlo import read_collectives
 from shardfn.testing import assert_same
@@ -172,7 +172,9 @@ def test_a_step_is_the_plain_one() -> None:
 
 @pytest.mark.parametrize("target", [aot("h100:8")])
 def test_the_compiler_holds_less(target, monkeypatch) -> None:
-    """Without the barriers it carries every term into the next iteration."""
+    """Without the barriers it carries every term into the next iteration. XLA of jax
+    0.12 carries none of stacks in bfloat16."""
+    monkeypatch.setattr(narrow_stacks, "NARROW_STACKS", 1)
     widths, rows = [2048] * 7, 8 * 1024
     step, state = chain(*widths)
     temporary, copies = {}, {}
