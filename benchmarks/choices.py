@@ -7,8 +7,8 @@ choice and without, planned for 64 H100s. Nothing is compiled.
 Cases: four LSTM cells of 8192 units over 128 time steps; a Llama of 8B on rows of
 32,768 tokens, its MLP over parts of 1024 tokens; a Llama of 1.6B that generates 511
 tokens and is trained on them; Llama 3 70B with matrices in NF4, whose norms are
-trained; a network on random points. Without a choice, its limit is so that it takes
-nothing.
+trained; a network on random points; those of `choices_loops.py`. Without a choice, it
+is left out, or its limit is so that it takes nothing.
 """
 
 import os
@@ -26,12 +26,15 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import optax
+from choices_loops import discriminator, minibatches, squashed
 from criteria_cases import LLAMA3_8B, Model
 from criteria_models import attend, init, mlp, narrow, norm
 from jax import lax
 
 import shardfn
+from shardfn._api import planner
 from shardfn._lowering import choose_generated, choose_loops, choose_narrow_gathers
+from shardfn._propagation import decide_node, rounds
 from shardfn.analysis import targets
 
 DEVICES = 64
@@ -39,8 +42,11 @@ WITHOUT = {
     "loops": (choose_loops, "LOOP_MOST", 0),
     "narrow": (choose_narrow_gathers, "NARROW_SHARE", 2),
     "generated": (choose_generated, "GENERATED_FLOPS", 2**80),
+    "factors behind": (planner, "sum_before_factors", lambda program: program),
+    "once in front": (decide_node.Decider, "shares", lambda _, n: (1,) * len(n.inputs)),
+    "begins again": (rounds.Rounds, "price", lambda *_: 0),
 }
-"""By choice, the limit with which it takes nothing."""
+"""By choice, the limit with which it takes nothing, or what leaves it out."""
 
 Step = Callable[[Any, Any], Any]
 Shape = jax.ShapeDtypeStruct
@@ -271,6 +277,9 @@ CASES: Mapping[str, tuple[str, Callable[[], tuple[Step, Any, Any]]]] = {
     "generation": ("loops", generation),
     "quantized": ("narrow", quantized),
     "points": ("generated", points),
+    "squashed": ("factors behind", squashed),
+    "minibatches": ("once in front", minibatches),
+    "discriminator": ("begins again", discriminator),
 }
 HEADER = ("case", "choice", "sent", "of M", "FLOPs", "planned in")
 

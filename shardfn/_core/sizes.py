@@ -28,6 +28,11 @@ def local_bytes(aval: Any, sharding: Sharding, axes: Axes) -> int:
     return math.prod(local_shape(shape, sharding, axes)) * itemsize(aval)
 
 
+def bytes_in(size: int, aval: Any, dtype: Any) -> int:
+    """Bytes in another dtype of elements of a value that take `size` in its own."""
+    return size // itemsize(aval) * np.dtype(dtype).itemsize
+
+
 def is_key_name(dtype: str) -> bool:
     """Whether this is the name of a dtype of PRNG keys."""
     return dtype.startswith("key<")

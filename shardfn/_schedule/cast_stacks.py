@@ -14,7 +14,7 @@ from jax import lax
 from shardfn._core.plan import Apply, BodyPlan, HostStep, Ref, Step
 from shardfn._core.program import Node, Program
 from shardfn._core.sharding import Axes
-from shardfn._core.sizes import local_bytes
+from shardfn._core.sizes import bytes_in, local_bytes
 
 Cast = tuple[int, int, int]
 """The first and the last step of a plan that needs a cast, and its bytes."""
@@ -58,7 +58,7 @@ def _casts(program: Program, step: Apply, axes: Axes) -> Iterator[tuple[Ref, Any
         if dtype is not None and dtype.itemsize < aval.dtype.itemsize:
             sharding = step.operand_shardings[region.operands[i]]
             size = local_bytes(aval, sharding, axes)
-            yield ref, dtype, size // aval.dtype.itemsize * dtype.itemsize
+            yield ref, dtype, bytes_in(size, aval, dtype)
 
 
 def _dtypes(body: Program, plan: BodyPlan, value: int) -> Iterator[Any]:

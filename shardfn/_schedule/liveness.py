@@ -22,7 +22,7 @@ from shardfn._core.plan import (
 )
 from shardfn._core.program import Node, Program
 from shardfn._core.sharding import Axes, Sharding, local_shape
-from shardfn._core.sizes import local_bytes
+from shardfn._core.sizes import bytes_in, local_bytes
 from shardfn._schedule import fusion
 from shardfn._schedule.cast_stacks import cast_stacks
 from shardfn._schedule.delayed_sums import delayed_sums
@@ -129,7 +129,7 @@ class Liveness:
             for j, (value, sharding) in enumerate(made):
                 size, aval = self.size(Ref(value), sharding), self.program.avals[value]
                 if j in narrow:
-                    size = size // aval.dtype.itemsize * narrow[j].itemsize
+                    size = bytes_in(size, aval, narrow[j])
                 yield Ref(value), size
             yield from _exported(self.program.nodes[step.node], step, self.axes)
 

@@ -15,7 +15,7 @@ from shardfn._core.plan import Apply, BodyPlan, Reshard, Step
 from shardfn._core.program import Node, Program, number_of
 from shardfn._core.reasons import Note, noted
 from shardfn._core.sharding import Axes
-from shardfn._core.sizes import local_bytes
+from shardfn._core.sizes import bytes_in, local_bytes
 from shardfn._schedule.heap import Heap
 from shardfn._schedule.peak_bytes import peak_bytes
 from shardfn._schedule.stacked_casts import cast_dtype
@@ -64,7 +64,7 @@ def _saved(program: Program, body: BodyPlan, axes: Axes) -> Iterator[int]:
         for j, dtype in _casts(node, step).items():
             aval = program.avals[node.outputs[j]]
             size = local_bytes(aval, step.result_shardings[j], axes)
-            yield size - size // aval.dtype.itemsize * dtype.itemsize
+            yield size - bytes_in(size, aval, dtype)
 
 
 def _marked(program: Program, body: BodyPlan) -> BodyPlan:

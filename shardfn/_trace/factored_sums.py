@@ -7,7 +7,6 @@ squashed, the gradient is one sum of terms, as that of a plain weight, and so on
 reduce-scatter.
 """
 
-import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -147,21 +146,28 @@ def _with_additions(
 ) -> tuple[Program, list[int]]:
     """A body that adds up sources, and what it is to return for each sum: the source's
     sum, or the carry as it came, zeros that nobody reads, where that is another's."""
-    inside, instead = _Made(list(body.avals), list(body.leaves), list(body.nodes)), []
+    inside = _Made(list(body.avals), list(body.leaves), list(body.nodes))
+    instead: list[int] = []
     for k, (end, source) in enumerate(zip(sums, sources, strict=True)):
         instead.append(end.carry)
         if source is not None and source.nodes and source.carrier == k:
             instead[k] = inside.new(body, end.carry)
-            made_of_it = (s is not None and s.carrier == k for s in sources)
-            several = itertools.compress(sums, made_of_it)
-            names = dict.fromkeys(n for s in several for n in body.leaf(s.carry))
-            inside.leaves[instead[k]] = tuple(names)
+            inside.leaves[instead[k]] = _names_of_all(body, sums, sources, k)
             operands, kinds = (end.carry, source.value), (VALUE, VALUE)
             add = replace(
                 end.adds[0], inputs=operands, kinds=kinds, outputs=(instead[k],)
             )
             inside.nodes.append(add)
     return inside.program(body), instead
+
+
+def _names_of_all(
+    body: Program, sums: Sequence[_End], sources: Sequence[TermSource | None], at: int
+) -> Names:
+    """The leaves of all sums that are made of what is added up for one of them."""
+    each = zip(sums, sources, strict=True)
+    carries = [end.carry for end, source in each if source and source.carrier == at]
+    return tuple(dict.fromkeys(name for v in carries for name in body.leaf(v)))
 
 
 def _out_of_remats(body: Program, same: Set[int], sums: Sequence[Terms]) -> Program:

@@ -36,11 +36,10 @@ def test_a_heap_is_what_is_allocated_for_temporary_arrays_in_main_memory() -> No
     assert heap_size(LATER) == 8704
 
 
-def trained(kept: bool) -> jax.stages.Lowered:
-    """The gradient of a loop over layers, whose activations a loop carries, if they are
-    kept, from its forward pass to its backward pass."""
-    (mesh,) = {targets.mesh(V5E)}
-    whole = NamedSharding(mesh, P())
+def trained() -> jax.stages.Lowered:
+    """The gradient of a loop over layers, whose activations a loop carries from its
+    forward pass to its backward pass."""
+    whole = NamedSharding(targets.mesh(V5E), P())
 
     def loss(w: jax.Array, x: jax.Array) -> jax.Array:
         body: Any = lambda h, w: (jnp.tanh(h @ w), None)  # noqa: E731
@@ -48,15 +47,14 @@ def trained(kept: bool) -> jax.stages.Lowered:
 
     shapes = [(LAYERS, WIDTH, WIDTH), (ROWS, WIDTH)]
     given = (jax.ShapeDtypeStruct(s, jnp.float32, sharding=whole) for s in shapes)
-    run = jax.grad(loss) if kept else loss
-    return jax.jit(run, out_shardings=whole).lower(*given)
+    return jax.jit(jax.grad(loss), out_shardings=whole).lower(*given)
 
 
 @pytest.mark.aot(V5E)
 def test_the_summary_for_tpus_counts_holes_twice() -> None:
     """And takes what a loop carries for a hole: all activations lie in the heap."""
     activations = LAYERS * ROWS * WIDTH * 4
-    compiled, heap = compiled_with_heap(trained(kept=True), "tpu")
+    compiled, heap = compiled_with_heap(trained(), "tpu")
     summary: Any = compiled.memory_analysis()
     kept = summary.argument_size_in_bytes + summary.output_size_in_bytes
     most_alive = summary.peak_memory_in_bytes - kept
@@ -65,6 +63,6 @@ def test_the_summary_for_tpus_counts_holes_twice() -> None:
 
 @pytest.mark.aot(V5E)
 def test_other_compilers_are_asked_for_no_dump() -> None:
-    compiled, heap = compiled_with_heap(trained(kept=True), "gpu")
+    compiled, heap = compiled_with_heap(trained(), "gpu")
     summary: Any = compiled.memory_analysis()
     assert heap == summary.temp_size_in_bytes
