@@ -4,7 +4,8 @@ Each of several processes has one GPU. Together they train the programs of
 tests/programs, some with options or on two mesh axes, and compare every leaf of every
 step with the plain step's, which each process runs on its own GPU. Processes may be
 more than the GPUs, and share them: that takes NCCL 2.30 or newer, and shows nothing
-about speed. Rows are kept in `results/`, also if the time is up.
+about speed. Rows are kept in `results/`, also if the time is up; the next run goes on
+behind them.
 
     python benchmarks/parity_measured.py                 # one process for each GPU
     python benchmarks/parity_measured.py --processes 4 --seconds 300
@@ -53,8 +54,26 @@ OPTIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 }
 """What `fully_shard` is given, by its name in the table, and which programs are run
 with it; without any, all are."""
+PASSED_ON = ("cpu", "program", "option", "rerun")
+"""What each process is given of this script's options."""
 COLUMNS = ("option", "programs", "equal", "decided by rounding", "differ")
 Row = dict[str, Any]
+
+
+def path_of(kind: str) -> Path:
+    """Where rows of a kind of GPU are kept."""
+    return RESULTS / re.sub(r"\W+", "-", kind.lower()) / "parity.json"
+
+
+def kept(kind: str) -> list[Row]:
+    """The rows of a kind of GPU that were measured before."""
+    path = path_of(kind)
+    return json.loads(path.read_text()) if path.exists() else []
+
+
+def equal(rows: list[Row]) -> set[tuple[str, str]]:
+    """Programs and options that need no second run."""
+    return {(row["program"], row["option"]) for row in rows if "error" not in row}
 
 
 def runs(only: list[str] | None, option: str | None) -> list[tuple[str, str]]:
@@ -129,7 +148,10 @@ def one(index: int, spec: Row) -> None:
     about = {"jax": jax.__version__, "kind": kind, "gpus": gpus}
     about["processes"] = spec["processes"]
     with Path(spec["out"], f"{index}.jsonl").open("w") as out:
+        done = set() if spec["cpu"] or spec["rerun"] else equal(kept(kind))
         for name, option in runs(spec["program"], spec["option"]):
+            if (name, option) in done:
+                continue
             if time.time() > spec["until"]:
                 break
             if index == 0:
@@ -152,7 +174,7 @@ def measure(given: argparse.Namespace, gpus: int) -> list[Row]:
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         spec = {
-            **{name: getattr(given, name) for name in ("cpu", "program", "option")},
+            **{name: getattr(given, name) for name in PASSED_ON},
             "gpus": gpus,
             "processes": count,
             "address": f"localhost:{port}",
@@ -205,6 +227,7 @@ def main() -> None:
     parser.add_argument("--program", action="append")
     parser.add_argument("--option", choices=OPTIONS)
     parser.add_argument("--seconds", type=float, default=3600.0, help="at most")
+    parser.add_argument("--rerun", action="store_true", help="kept rows, too")
     parser.add_argument("--cpu", action="store_true", help="tries it; no row is kept")
     parser.add_argument("--kept", action="store_true", help="measures nothing")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
@@ -229,13 +252,13 @@ def main() -> None:
         if "error" in row:
             print(f"\n{row['program']}, {row['option']}: {row['error']}")
     if rows and not given.cpu:
-        kind = re.sub(r"\W+", "-", rows[0]["kind"].lower())
-        path = RESULTS / kind / "parity.json"
-        kept = json.loads(path.read_text()) if path.exists() else []
+        path = path_of(rows[0]["kind"])
         new = {(row["program"], row["option"]) for row in rows}
-        kept = [r for r in kept if (r["program"], r["option"]) not in new]
+        old = [
+            r for r in kept(rows[0]["kind"]) if (r["program"], r["option"]) not in new
+        ]
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(kept + rows, indent=1) + "\n")
+        path.write_text(json.dumps(old + rows, indent=1) + "\n")
 
 
 def about(rows: list[Row]) -> str:

@@ -30,6 +30,7 @@ from shardfn._core.call_arguments import (
     with_caches,
 )
 from shardfn._core.errors import OffloadWarning, called, step_name
+from shardfn._core.host_values import has_host_values
 from shardfn._core.leaves import Leaf, leaf_name
 from shardfn._core.limits import BATCH_KINDS
 from shardfn._core.memories import HOST, kind_of
@@ -37,12 +38,13 @@ from shardfn._core.offloading import OffloadChoice
 from shardfn._core.recent import Recent
 from shardfn._lowering.choose_offload import choose_offload
 from shardfn._lowering.heap import heap_of
+from shardfn._lowering.option_table import NETWORK_FLAG
 from shardfn._lowering.planned_program import Planned
 from shardfn._lowering.shard_map import on_mesh
 from shardfn._lowering.xla_options import (
-    NETWORK_FLAG,
     Asked,
     compiler_options,
+    needed_options,
     set_elsewhere,
 )
 from shardfn._schedule.heap import Heap
@@ -132,11 +134,14 @@ class Programs:
         """The compiler's options; for a plan, those that it asks for, too."""
         devices = tuple(self.storage.given.devices.flat)
         quantizes = self.storage.control.quantizes_gathers
-        in_turn = planned is not None and orders_gathers(planned.body)
+        in_turn = on_host = False
+        if planned is not None:
+            in_turn = orders_gathers(planned.body)
+            on_host = has_host_values(planned.program, planned.body)
         asked, tuned = self.asked, self.plain.tuned
         if tuned is not None and asked is not False:
             asked = {**tuned.of_compiler(devices[0].platform), **(asked or {})}
-        return compiler_options(devices, asked, quantizes, in_turn)
+        return compiler_options(devices, asked, quantizes, in_turn, on_host)
 
     @property
     def heap(self) -> Heap:
@@ -186,6 +191,8 @@ class Programs:
 
             def run(donated: Any, given: tuple[Any, ...]) -> Any:
                 planned, stored, rest = planned_for(donated, given)
+                if whole:
+                    self._warn_of_options(planned)
                 program = on_mesh(planned, storage.mesh, storage.given, whole)
                 out = program(*stored, *jax.tree.leaves(rest))
                 return planned.traced.returned(out)
@@ -203,6 +210,24 @@ class Programs:
                     options |= predicted_latencies(lowered, storage.mesh)
             self._jitted[key] = jitted(options)
         return self._jitted[key]
+
+    def _warn_of_options(self, planned: Planned) -> None:
+        """Warns where a step is part of another program, and its results depend on what
+        that is compiled with."""
+        needed = needed_options(
+            tuple(self.storage.given.devices.flat),
+            has_host_values(planned.program, planned.body),
+        )
+        if needed:
+            warnings.warn(
+                f"{step_name()} has values in the host's memory, and is part of "
+                "another program, which is compiled with options of its own.\n"
+                f"{called()}XLA for GPUs may read and write other parts of scanned "
+                f"stacks than it should. Pass compiler_options={needed} to the "
+                "jax.jit of that program, or call the step outside of it.",
+                OffloadWarning,
+                stacklevel=2,
+            )
 
     def traced(self, states: tuple[Any, ...], batch: Rest) -> Any:
         """The jitted step traced on abstract arguments."""

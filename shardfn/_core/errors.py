@@ -59,7 +59,8 @@ class ResidualWarning(UserWarning):
 
 
 class OffloadWarning(UserWarning):
-    """A step takes more of a device than the bound that `offload` was given."""
+    """A step takes more of a device than the bound that `offload` was given, or has
+    values in the host's memory where they need an option that it cannot set."""
 
 
 class VerificationWarning(UserWarning):

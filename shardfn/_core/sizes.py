@@ -33,6 +33,11 @@ def bytes_in(size: int, aval: Any, dtype: Any) -> int:
     return size // itemsize(aval) * np.dtype(dtype).itemsize
 
 
+def bytes_of_bits(count: int) -> int:
+    """Bytes of so many truth values in a bit each."""
+    return -(-count // 8)
+
+
 def is_key_name(dtype: str) -> bool:
     """Whether this is the name of a dtype of PRNG keys."""
     return dtype.startswith("key<")

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardfn._core.limits import TPU_HEAP_HOLES
-from shardfn._lowering.xla_options import NOT_DELAYED, TRIED, device_and_platform
+from shardfn._lowering.option_table import NOT_DELAYED, TRIED
+from shardfn._lowering.xla_options import device_and_platform
 from shardfn._schedule.heap import Heap
 
 
@@ -28,6 +29,7 @@ def heap_of(devices: Sequence[Any], options: Mapping[str, Any]) -> Heap:
             casts_stacks=True,
             compares=True,
             inlines=True,
+            packs_masks=True,
             pads_gathers=True,
             holes=TPU_HEAP_HOLES,
         )

@@ -1,6 +1,6 @@
-"""Compiler options of a platform, with which transfers overlap with matmuls.
+"""The compiler options of a step.
 
-In: a device, and what the user asked for or set elsewhere.
+In: its devices, what it does, and what the user asked for or set elsewhere.
 Out: options for `jax.jit(compiler_options=)` that this compiler knows.
 """
 
@@ -8,7 +8,7 @@ import functools
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,170 +17,15 @@ import jax
 from shardfn._core import compat, processes
 from shardfn._core.device_coords import slices_of
 from shardfn._core.errors import ShardingError, called, cannot_be
-from shardfn._core.limits import CHAINED_BYTES
+from shardfn._lowering.option_table import OPTIONS, TRIED, CompilerOption, Flags
 
 Asked = Mapping[str, Any] | Literal[False] | None
 """`compiler_options` as users write it."""
-
-Flags = tuple[tuple[str, Any], ...]
-"""Names and values."""
 
 _INVALID = "INVALID_ARGUMENT: "
 _VALUES = (str, int, float, bool, type(None))
 
 _GPUS = ("gpu", "cuda", "rocm")
-
-
-@dataclass(frozen=True, slots=True)
-class CompilerOption:
-    """One thing to tell a compiler.
-
-    Attributes:
-      platform: "gpu" or "tpu".
-      spellings: names and values that say it, the newest first; the first that the
-        compiler knows counts.
-      decided_by: other flags and JAX settings that decide it. If the user gave one of
-        them, or one of the names, this package leaves the option alone.
-      slices: it is of use only if the mesh spans several slices, each of what NVLink
-        connects.
-      kinds: the `device_kind`s that it is of use on; all of the platform if empty.
-      most: devices beyond which it is left out; 0 if it never is.
-      quantized: it is of use only if what is gathered is quantized.
-      in_turn: it is of use only if a plan orders gathers.
-    """
-
-    platform: str
-    spellings: Flags
-    decided_by: tuple[str, ...] = ()
-    slices: bool = False
-    kinds: tuple[str, ...] = ()
-    most: int = 0
-    quantized: bool = False
-    in_turn: bool = False
-
-    def is_for(self, device: Any, platform: str) -> bool:
-        """Whether it is of use on a device of a platform."""
-        is_kind = not self.kinds or device.device_kind in self.kinds
-        return self.platform == platform and is_kind
-
-
-_SPARSE_CORES = ("TPU v5", "TPU v5p", "TPU v6 lite")
-_OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload"
-_FUSED_GATHERS = "xla_tpu_enable_async_collective_fusion_fuse_all_gather"
-
-
-def _on_sparse_cores(
-    name: str, value: str = "true", *decided_by: str, most: int = 0
-) -> CompilerOption:
-    return CompilerOption(
-        "tpu", ((name, value),), decided_by, kinds=_SPARSE_CORES, most=most
-    )
-
-
-OPTIONS = (
-    # On from Hopper on; without it an A100 runs one thing after the other.
-    CompilerOption(
-        "gpu",
-        (("xla_gpu_enable_latency_hiding_scheduler", True),),
-        decided_by=("exec_time_optimization_effort", "optimization_level"),
-    ),
-    # Several transfers in flight instead of one: a layer's reduce-scatters do not wait
-    # for the next layer's gathers to end, nor the gathers for one another.
-    CompilerOption(
-        "gpu",
-        (("xla_gpu_experimental_parallel_collective_overlap_limit", 4),),
-        slices=True,
-    ),
-    # Each sum of a loop's iteration begins when it can. Combined, all would begin with
-    # the last one; those of less, such as norms' scales, still are.
-    CompilerOption(
-        "gpu",
-        (("xla_gpu_reduce_scatter_combine_threshold_bytes", CHAINED_BYTES),),
-        in_turn=True,
-    ),
-    # Quantized weights are read inside of the matmuls that use them, with their scales,
-    # instead of in a pass of its own that writes them in full. XLA's autotuner still
-    # takes the faster of the two.
-    CompilerOption(
-        "gpu",
-        (("xla_gpu_experimental_enable_subchannel_dequantisation_fusion", True),),
-        quantized=True,
-    ),
-    # A TPU's matrix unit waits for its own transfers. Those of the sparse cores run
-    # beside it, and over a 3D slice they can reduce-scatter where it would all-reduce.
-    _on_sparse_cores(f"{_OFFLOAD}_reduce_scatter"),
-    # With this one the compiler (libtpu 0.0.42) divides by zero for 4096 chips.
-    _on_sparse_cores(f"{_OFFLOAD}_nd_reduce_scatter", most=2048),
-    _on_sparse_cores(f"{_OFFLOAD}_all_gather", "true", _FUSED_GATHERS),
-    _on_sparse_cores(f"{_OFFLOAD}_2d_all_gather", "true", _FUSED_GATHERS),
-    _on_sparse_cores(f"{_OFFLOAD}_3d_all_gather", "true", _FUSED_GATHERS),
-    # Those along the minor dimension in memory are all-reduced unless it is changed.
-    _on_sparse_cores("xla_tpu_relayout_group_size_threshold_for_reduce_scatter", "1"),
-    # Started earlier than XLA would, they end within the layer that they come from.
-    _on_sparse_cores("xla_tpu_sparse_core_reduce_scatter_latency_multiplier", "3"),
-    # Gathers that are fused into matmuls cannot go there, nor those that stand as an
-    # all-reduce of zeros and a shard, as they do on 64 chips and more.
-    _on_sparse_cores(_FUSED_GATHERS, "false"),
-    _on_sparse_cores("xla_tpu_prefer_async_allgather_to_allreduce"),
-    _on_sparse_cores("xla_enable_async_all_gather"),
-)
-
-
-NETWORK_FLAG = "xla_gpu_analytical_latency_estimator_options"
-"""Says how fast the network is; XLA takes it from the environment only."""
-
-NOT_DELAYED = "sums not delayed by XLA"
-ONE_LATENCY = "one latency per operation"
-
-TRIED = {
-    "gathers pipelined by XLA": (
-        CompilerOption(
-            "gpu",
-            (
-                ("xla_gpu_pipeline_all_gather", "COLLECTIVE_PIPELINING_MODE_ON"),
-                ("xla_gpu_enable_pipelined_all_gather", True),
-            ),
-        ),
-    ),
-    NOT_DELAYED: (
-        CompilerOption(
-            "gpu",
-            (
-                ("xla_gpu_pipeline_reduce_scatter", "COLLECTIVE_PIPELINING_MODE_OFF"),
-                ("xla_gpu_enable_pipelined_reduce_scatter", False),
-            ),
-        ),
-    ),
-    "four transfers in flight": (
-        CompilerOption(
-            "gpu", (("xla_gpu_experimental_parallel_collective_overlap_limit", 4),)
-        ),
-    ),
-    ONE_LATENCY: (
-        CompilerOption(
-            "gpu", (("xla_gpu_enable_analytical_sol_latency_estimator", False),)
-        ),
-    ),
-    "gathers pipelined over ICI": (
-        CompilerOption("tpu", (("xla_tpu_enable_ici_ag_pipelining", "true"),)),
-        CompilerOption(
-            "tpu", (("xla_should_allow_loop_variant_parameter_in_chain", "ENABLED"),)
-        ),
-        CompilerOption(
-            "tpu", (("xla_should_add_loop_invariant_op_in_chain", "ENABLED"),)
-        ),
-    ),
-    "layer scheduler": (
-        CompilerOption(
-            "tpu", (("xla_tpu_enable_latency_hiding_layer_scheduler", "true"),)
-        ),
-        CompilerOption(
-            "tpu", (("xla_tpu_enable_sparse_core_collective_aggregator", "true"),)
-        ),
-    ),
-}
-"""What is not set by itself, for it helps some steps and costs others memory or time:
-tuning compiles a step with it. github.com/openxla/xla, docs/flags_guidance.md."""
 
 
 def device_and_platform(devices: Sequence[Any]) -> tuple[Any, str]:
@@ -221,6 +66,7 @@ def compiler_options(
     asked: Asked,
     quantizes: bool = False,
     in_turn: bool = False,
+    on_host: bool = False,
 ) -> dict[str, Any]:
     """The options that a step is compiled with.
 
@@ -229,6 +75,7 @@ def compiler_options(
       asked: what the user said; see `fully_shard`.
       quantizes: whether leaves may be gathered quantized.
       in_turn: whether the plan orders gathers.
+      on_host: whether it has values in the host's memory.
 
     Returns:
       Names and values, all known to the compiler of these devices.
@@ -241,16 +88,23 @@ def compiler_options(
     given = dict(asked or {})
     named = {name: value for name, value in given.items() if value is not None}
     given_by_user = {*given, *set_elsewhere()}
-    ours = [
-        option
-        for option in OPTIONS
-        if option.is_for(device, platform)
-        and (not option.slices or slices_of(devices) > 1)
-        and (not option.most or len(devices) <= option.most)
-        and (quantizes or not option.quantized)
-        and (in_turn or not option.in_turn)
-        and given_by_user.isdisjoint((*dict(option.spellings), *option.decided_by))
-    ]
+    ours, lists = [], set[str]()
+    for option in OPTIONS:
+        names = dict(option.spellings).keys()
+        if (
+            not option.is_for(device, platform)
+            or (option.slices and slices_of(devices) <= 1)
+            or (option.most and len(devices) > option.most)
+            or (option.quantized and not quantizes)
+            or (option.in_turn and not in_turn)
+            or (option.on_host and not on_host)
+        ):
+            continue
+        if option.is_list and not names & (given.keys() - named.keys()):
+            ours.append(_behind(option, named))
+            lists |= names
+        elif given_by_user.isdisjoint((*names, *option.decided_by)):
+            ours.append(option)
     if named and (refused := refusal(device, _frozen(named))):
         raise ShardingError(
             f"compiler_options names an option or a value that the compiler of "
@@ -259,19 +113,44 @@ def compiler_options(
         )
     if asked is False:
         return {}
-    return {**_known(device, ours), **named}
+    known = _known(device, ours)
+    lists &= known.keys()
+    return known | {name: named[name] for name in named if name not in lists}
+
+
+def needed_options(devices: Sequence[Any], on_host: bool) -> dict[str, Any]:
+    """Those of them that results depend on."""
+    device, platform = device_and_platform(devices)
+    lists = [o for o in OPTIONS if o.is_list and o.is_for(device, platform)]
+    return _known(device, [o for o in lists if on_host or not o.on_host])
+
+
+def _behind(option: CompilerOption, named: Mapping[str, Any]) -> CompilerOption:
+    """An option whose value is a list, with the user's entries in front."""
+    before = {**_flags_elsewhere(), **named}
+
+    def joined(name: str, value: Any) -> tuple[str, Any]:
+        return name, f"{before[name]},{value}" if before.get(name) else value
+
+    spellings = tuple(joined(name, value) for name, value in option.spellings)
+    return replace(option, spellings=spellings)
 
 
 def set_elsewhere() -> set[str]:
     """Names of the options that the user set outside of this package: in XLA_FLAGS, or
     the file that it names, in LIBTPU_INIT_ARGS, and in JAX's own settings."""
+    found = list(_flags_elsewhere())
+    found += [name[2:] for name in found if name.startswith("no")]
+    return {*found, *compat.compiler_settings()}
+
+
+def _flags_elsewhere() -> dict[str, str]:
+    """The flags of both environment variables, and what they are set to."""
     flags = os.environ.get("XLA_FLAGS", "").strip()
     if flags and not flags.startswith("-") and Path(flags).is_file():
         flags = Path(flags).read_text()
     flags += " " + os.environ.get("LIBTPU_INIT_ARGS", "")
-    found = re.findall(r"--(\w+)", flags)
-    found += [name[2:] for name in found if name.startswith("no")]
-    return {*found, *compat.compiler_settings()}
+    return dict(re.findall(r"--(\w+)(?:=(\S+))?", flags))
 
 
 def _known(device: Any, options: Iterable[CompilerOption]) -> dict[str, Any]:

@@ -4,6 +4,8 @@ own, or one over the memory of an operand.
 In: a node. Out: what its rule says of that; the plan's estimate of memory reads it.
 """
 
+import jax.numpy as jnp
+
 from shardfn._core.compat import ADDITIONS, primitives
 from shardfn._core.program import ZERO, Node, Program, aval_of
 
@@ -14,6 +16,7 @@ _WRITES_INTO = primitives(
 _ADDS_INTO = primitives("scatter-add")
 _PICKS = primitives("gather", "dynamic_slice")
 _FILLS = primitives("broadcast_in_dim")
+_COMPARES = primitives("gt", "ge", "lt", "le")
 
 
 def is_view(program: Program, node: Node) -> bool:
@@ -84,6 +87,15 @@ def fills(program: Program, node: Node) -> bool:
     """Whether it makes an array of one number."""
     is_broadcast = node.kind == "op" and node.eqn.primitive in _FILLS
     return is_broadcast and aval_of(program, node.inputs[0]).size == 1
+
+
+def tells_signs(node: Node) -> bool:
+    """Whether it compares numbers with one number, as the derivative of a ReLU does."""
+    if node.kind != "op" or node.eqn.primitive not in _COMPARES:
+        return False
+    numbers, one = (v.aval for v in node.eqn.invars)
+    is_float = jnp.issubdtype(numbers.dtype, jnp.floating)  # pyright: ignore
+    return is_float and numbers.size > one.size == 1  # pyright: ignore
 
 
 def adds(node: Node) -> bool:

@@ -22,11 +22,12 @@ from shardfn._core.plan import (
 )
 from shardfn._core.program import Node, Program
 from shardfn._core.sharding import Axes, Sharding, local_shape
-from shardfn._core.sizes import bytes_in, local_bytes
+from shardfn._core.sizes import bytes_in, bytes_of_bits, local_bytes
 from shardfn._schedule import fusion
 from shardfn._schedule.cast_stacks import cast_stacks
 from shardfn._schedule.delayed_sums import delayed_sums
 from shardfn._schedule.heap import Heap
+from shardfn._schedule.made_bytes import exported, moved_bytes, version_bytes
 from shardfn._schedule.stacked_casts import narrow_dtypes
 
 
@@ -117,7 +118,7 @@ class Liveness:
             size = 0 if step.memory == HOST else self.size(step.result, step.sharding)
             yield step.result, size
         elif isinstance(step, Reshard):
-            size = _moved_bytes(self.program, step, self.axes)
+            size = moved_bytes(self.program, step, self.axes)
             yield step.result, size * (1 + self.is_padded(step))
         elif isinstance(step, BlockLoop):
             for ref, old in zip(step.made, step.into, strict=True):
@@ -130,8 +131,10 @@ class Liveness:
                 size, aval = self.size(Ref(value), sharding), self.program.avals[value]
                 if j in narrow:
                     size = bytes_in(size, aval, narrow[j])
+                if self.heap.packs_masks and fusion.tells_signs(node):
+                    size = bytes_of_bits(size)
                 yield Ref(value), size
-            yield from _exported(self.program.nodes[step.node], step, self.axes)
+            yield from exported(self.program.nodes[step.node], step, self.axes)
 
     def is_padded(self, step: Reshard) -> bool:
         """Whether what a gather makes is padded to tiles, to twice its bytes: a device
@@ -171,6 +174,8 @@ class Liveness:
         if not isinstance(step, Apply) or step.exports:
             return None
         node = self.program.nodes[step.node]
+        if self.heap.packs_masks and fusion.tells_signs(node):
+            return None
         if node.passes_through:
             return [step.operands[node.outputs.index(ref.value)]]
         fuses = self.is_added(ref) or (
@@ -278,41 +283,8 @@ class Liveness:
         waiting = delayed_sums(node, step, self.axes) if self.heap.delays_sums else 0
         program = node.bodies[-1] if node.bodies else self.program
         carried = (
-            ahead.lead * _bytes_of(program, ahead.part, ref, self.axes)
+            ahead.lead * version_bytes(program, ahead.part, ref, self.axes)
             for ahead in step.ahead
             for ref in ahead.part.exports
         )
         return max(each, default=0) + waiting + sum(carried)
-
-
-def _moved_bytes(program: Program, step: Reshard, axes: Axes) -> int:
-    size = local_bytes(program.avals[step.result.value], step.path[-1], axes)
-    return size // step.itemsize if step.in_bits else size
-
-
-def _exported(node: Node, step: Apply, axes: Axes) -> Iterator[tuple[Ref, int]]:
-    """What a call or a loop hands out besides its results, which a loop stacks; what is
-    a result, too, takes nothing more."""
-    if not step.exports:
-        return
-    rounds = node.times or 1
-    program, body = node.bodies[-1], step.bodies[-1]
-    for ref, made in zip(step.exports, body.exports, strict=True):
-        size = 0 if made in body.outputs else _bytes_of(program, body, made, axes)
-        yield ref, size * rounds
-
-
-def _bytes_of(program: Program, body: BodyPlan, ref: Ref, axes: Axes) -> int:
-    """What a version that a body makes takes of a device; none if it comes in."""
-    for step in body.steps:
-        if isinstance(step, Reshard):
-            if ref == step.result:
-                return _moved_bytes(program, step, axes)
-            continue
-        node = program.nodes[step.node]
-        if ref in step.exports:
-            return dict(_exported(node, step, axes))[ref]
-        if not ref.version and ref.value in node.outputs:
-            sharding = step.result_shardings[node.outputs.index(ref.value)]
-            return local_bytes(program.avals[ref.value], sharding, axes)
-    return 0

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 from shardfn._core.automatic_axes import part_shape
 from shardfn._core.control import Control
 from shardfn._core.errors import where
+from shardfn._core.host_values import copies_itself
 from shardfn._core.leaves import Leaf, Names, leaf_name, names_text
 from shardfn._core.line_names import line_name
-from shardfn._core.memories import HOST, space_of
+from shardfn._core.memories import HOST
 from shardfn._core.moves import AllGather
 from shardfn._core.offloading import OffloadChoice
 from shardfn._core.phases import UPDATE
@@ -94,7 +95,7 @@ def make_plan(
         notes=notes,
         operations=tuple(_operations(program, body)),
         transfers=tuple(host_transfers(program, body, state, axes)),
-        copies_itself=_copies_itself(program),
+        copies_itself=copies_itself(program),
         on_host=host_leaves(state, body.inputs, axes),
         offload=offload,
         operations_hash=operations_hash(program),
@@ -109,13 +110,6 @@ def make_plan(
             for leaf, (sharding, why) in zip(state, layouts, strict=False)
         ),
     )
-
-
-def _copies_itself(program: Program) -> bool:
-    """Whether the step's own code has values in the host's memory."""
-    if any(getattr(a, "memory_space", None) == space_of(HOST) for a in program.avals):
-        return True
-    return any(_copies_itself(body) for node in program.nodes for body in node.bodies)
 
 
 def _operations(program: Program, body: BodyPlan) -> Iterator[Operation]:

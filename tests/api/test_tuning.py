@@ -19,7 +19,7 @@ from shardfn._api.tuning.tune import joined
 from shardfn._api.tuning.tuned_options import TunedOptions, read, state_of, write
 from shardfn._core.errors import ShardingError
 from shardfn._core.tuning_limits import ADVISED_SHARE, TUNED_SHARE
-from shardfn._lowering.xla_options import NETWORK_FLAG, NOT_DELAYED
+from shardfn._lowering.option_table import NETWORK_FLAG, NOT_DELAYED
 
 WIDTH, LAYERS, MICRO = 256, 4, 4
 

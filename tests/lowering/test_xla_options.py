@@ -10,9 +10,8 @@ from jax.sharding import AxisType
 
 import shardfn
 from shardfn._lowering import xla_options
+from shardfn._lowering.option_table import TRIED, CompilerOption
 from shardfn._lowering.xla_options import (
-    TRIED,
-    CompilerOption,
     compiler_options,
     refusal,
     set_elsewhere,
@@ -131,6 +130,33 @@ def test_options_for_quantized_gathers(compiler):
     )
     assert compiler_options(machines(), None, quantizes=True) == {"bits": True}
     assert compiler_options(machines(), None) == {}
+
+
+LIST = ("passes", "ours")
+
+
+@pytest.mark.parametrize(
+    "asked, flags, expected",
+    [
+        ({}, "", "ours"),
+        ({"passes": "mine"}, "", "mine,ours"),
+        ({}, "--passes=mine --a=1", "mine,ours"),
+        ({"passes": "one,two"}, "--passes=other", "one,two,ours"),
+        ({"passes": None}, "--passes=mine", None),
+    ],
+)
+def test_what_results_depend_on_is_put_behind_the_users_list(
+    monkeypatch, asked, flags, expected
+):
+    options = CompilerOption("gpu", (LIST,), on_host=True, is_list=True)
+    monkeypatch.setattr(xla_options, "OPTIONS", (options,))
+    monkeypatch.setattr(xla_options, "refusal", lambda device, options: "")
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    found = compiler_options(machines(), asked, on_host=True)
+    assert found == ({"passes": expected} if expected else {})
+    of_user = {name: value for name, value in asked.items() if value}
+    assert compiler_options(machines(), asked) == of_user
+    assert compiler_options(machines(), False, on_host=True) == {}
 
 
 def test_the_user_comes_first(compiler, monkeypatch, tmp_path):

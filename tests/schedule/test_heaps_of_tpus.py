@@ -27,6 +27,7 @@ V5P = "tpu:v5p:2x2x2"
 TENTH = 0.1
 HALF, FLOAT = 2, 4
 ROWS, WIDTH, LAYERS, VOCABULARY = 64, 128, 16, 4096
+WIDER = 4 * VOCABULARY
 LOCAL = ROWS // 8
 
 Account = Callable[..., int]
@@ -118,6 +119,22 @@ def test_a_relu_is_written_over_what_it_is_of(account: Account) -> None:
     assert account(*given, Heap(inlines=True)) < account(*given, Heap())
 
 
+def test_the_signs_of_what_a_relu_is_of_take_a_bit_each(account: Account) -> None:
+    """They are all that its derivative needs; the numbers end with the ReLU, before
+    more is made."""
+
+    def loss(w: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        thin = jax.nn.relu(x @ w["in"]) @ w["out"]
+        return jnp.mean(jnp.tanh(thin @ w["wider"]))
+
+    shapes = {"in": (2, VOCABULARY), "out": (VOCABULARY, 2), "wider": (2, WIDER)}
+    given = loss, {n: floats(*shape) for n, shape in shapes.items()}, floats(ROWS, 2)
+    less = account(*given, Heap(inlines=True))
+    less -= account(*given, Heap(inlines=True, packs_masks=True))
+    numbers = LOCAL * VOCABULARY
+    assert less == numbers * FLOAT - numbers // 8
+
+
 @pytest.mark.parametrize("width, padded", [(32, True), (64, False)])
 def test_gathers_of_less_than_a_tile_are_padded(
     account: Account, width: int, padded: bool
@@ -138,6 +155,7 @@ def test_all_of_it_is_known_of_tpus() -> None:
     heap = heap_of(tuple(targets.mesh(V5P).devices.flat), {})
     assert not heap.delays_sums and heap.holes
     assert heap.casts_stacks and heap.compares and heap.inlines and heap.pads_gathers
+    assert heap.packs_masks
 
 
 @pytest.fixture

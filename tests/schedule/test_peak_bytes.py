@@ -17,7 +17,8 @@ from tiers import tiered
 
 import shardfn
 from shardfn._core.limits import TPU_HEAP_HOLES
-from shardfn._lowering.xla_options import NOT_DELAYED, tried
+from shardfn._lowering.option_table import NOT_DELAYED
+from shardfn._lowering.xla_options import tried
 from shardfn.analysis import targets
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

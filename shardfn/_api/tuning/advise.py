@@ -15,13 +15,8 @@ from shardfn._core.moves import AllGather, ReduceScatter
 from shardfn._core.option_values import FIRST, layers_ahead
 from shardfn._core.phases import BACKWARD, FORWARD
 from shardfn._lowering.choose_dimensions import StoredByUse
-from shardfn._lowering.xla_options import (
-    NETWORK_FLAG,
-    NOT_DELAYED,
-    ONE_LATENCY,
-    set_elsewhere,
-    tried,
-)
+from shardfn._lowering.option_table import NETWORK_FLAG, NOT_DELAYED, ONE_LATENCY
+from shardfn._lowering.xla_options import set_elsewhere, tried
 from shardfn.analysis._figures import Figures
 from shardfn.analysis._gpus import GPUS
 from shardfn.analysis._text import seconds_text

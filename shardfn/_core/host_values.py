@@ -1,0 +1,21 @@
+"""Whether a step has values in the host's memory, of its own or by its plan.
+
+In: programs and plans. Out: yes or no.
+"""
+
+from shardfn._core.memories import HOST, space_of
+from shardfn._core.plan import BodyPlan
+from shardfn._core.program import Program
+
+
+def has_host_values(program: Program, body: BodyPlan) -> bool:
+    """Whether leaves of the state arrive in the host's memory or leave there, or the
+    step's own code has values in it."""
+    return bool(body.on_host or body.to_host) or copies_itself(program)
+
+
+def copies_itself(program: Program) -> bool:
+    """Whether the step's own code has values in the host's memory."""
+    if any(getattr(a, "memory_space", None) == space_of(HOST) for a in program.avals):
+        return True
+    return any(copies_itself(body) for node in program.nodes for body in node.bodies)

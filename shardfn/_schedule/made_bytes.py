@@ -1,0 +1,45 @@
+"""What moves, calls and loops make, in bytes of a device.
+
+In: steps of a plan. Out: bytes.
+"""
+
+from collections.abc import Iterator
+
+from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard
+from shardfn._core.program import Node, Program
+from shardfn._core.sharding import Axes
+from shardfn._core.sizes import local_bytes
+
+
+def moved_bytes(program: Program, step: Reshard, axes: Axes) -> int:
+    """What a move makes."""
+    size = local_bytes(program.avals[step.result.value], step.path[-1], axes)
+    return size // step.itemsize if step.in_bits else size
+
+
+def exported(node: Node, step: Apply, axes: Axes) -> Iterator[tuple[Ref, int]]:
+    """What a call or a loop hands out besides its results, which a loop stacks; what is
+    a result, too, takes nothing more."""
+    if not step.exports:
+        return
+    rounds = node.times or 1
+    program, body = node.bodies[-1], step.bodies[-1]
+    for ref, made in zip(step.exports, body.exports, strict=True):
+        size = 0 if made in body.outputs else version_bytes(program, body, made, axes)
+        yield ref, size * rounds
+
+
+def version_bytes(program: Program, body: BodyPlan, ref: Ref, axes: Axes) -> int:
+    """What a version that a body makes takes of a device; none if it comes in."""
+    for step in body.steps:
+        if isinstance(step, Reshard):
+            if ref == step.result:
+                return moved_bytes(program, step, axes)
+            continue
+        node = program.nodes[step.node]
+        if ref in step.exports:
+            return dict(exported(node, step, axes))[ref]
+        if not ref.version and ref.value in node.outputs:
+            sharding = step.result_shardings[node.outputs.index(ref.value)]
+            return local_bytes(program.avals[ref.value], sharding, axes)
+    return 0

@@ -1,0 +1,169 @@
+"""In: scanned steps compiled for H100s that are not there, with and without leaves on
+the host. Out: that each iteration reads and writes its own part of every stack.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import programs
+import pytest
+from compilers import aot
+from slice_offsets import Offset, offsets
+
+import shardfn
+from shardfn._lowering.option_table import NO_OFFSETS
+from shardfn.analysis import targets
+
+pytestmark = pytest.mark.standard_promotion
+H100S = "h100:4"
+PROGRAM = "llama_scan_remat"
+HOST = {"offload": {"*": "host"}}
+
+BACKWARDS = """HloModule backwards
+
+%body (p: (s32[], f32[3,4])) -> (s32[], f32[3,4]) {
+  %p = (s32[], f32[3,4]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %stack = f32[3,4]{1,0} get-tuple-element(%p), index=1
+  %two = s32[] constant(2)
+  %zero = s32[] constant(0)
+  %back = s32[] subtract(%two, %i)
+  %part = f32[1,4]{1,0} dynamic-slice(%stack, %back, %zero), dynamic_slice_sizes={1,4}, backend_config={"dynamic_slice_config":{"loop_index":"0",SAID}}
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  ROOT %all = (s32[], f32[3,4]{1,0}) tuple(%next, %stack)
+}
+
+%condition (p: (s32[], f32[3,4])) -> pred[] {
+  %p = (s32[], f32[3,4]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %three = s32[] constant(3)
+  ROOT %less = pred[] compare(%i, %three), direction=LT
+}
+
+ENTRY %main (stack: f32[3,4]) -> f32[3,4] {
+  %stack = f32[3,4]{1,0} parameter(0)
+  %first = s32[] constant(0)
+  %given = (s32[], f32[3,4]{1,0}) tuple(%first, %stack)
+  %loop = (s32[], f32[3,4]{1,0}) while(%given), condition=%condition, body=%body
+  ROOT %out = f32[3,4]{1,0} get-tuple-element(%loop), index=1
+}
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize(
+    "said",
+    ['"byte_offset":"32","byte_stride":"-16"', '"linear":{"byte_offset":"32",'],
+)
+def test_where_a_loop_that_runs_backwards_reads(said: str) -> None:
+    if "linear" in said:  # as JAX 0.12 writes it
+        said = f'{said}"byte_stride":"-16"}},"byte_offset":"0","byte_stride":"0"'
+    right = offsets(BACKWARDS.replace("SAID", said))
+    assert [o.true for o in right] == [o.said for o in right] == [32, 16, 0]
+
+
+def test_where_it_does_not() -> None:
+    forwards = '"byte_offset":"0","byte_stride":"16"'
+    wrong = offsets(BACKWARDS.replace("SAID", forwards))
+    assert wrong[0] == Offset("part", iteration=0, said=0, true=32)
+
+
+Compiled = Callable[..., str]
+
+
+@pytest.fixture
+def compiled() -> Compiled:
+    """The text of a program of tests/programs for H100s."""
+
+    def text(name: str, **options: Any) -> str:
+        program = programs.get(name)
+        if program.batch_spec is not None:
+            options["batch_spec"] = program.batch_spec
+        state = jax.eval_shape(program.init, jax.random.key(0))
+        batch = jax.eval_shape(lambda: program.batch(0))
+        mesh = targets.mesh(H100S)
+        step = shardfn.fully_shard(program.step, mesh, min_size=8, **options)
+        return step.lower(state, batch).compile().as_text() or ""
+
+    return text
+
+
+@pytest.mark.parametrize(
+    "_, options",
+    [
+        aot(H100S, {}),
+        aot(H100S, {"prefetch": 1}, exhaustive=True),
+        aot(H100S, {"prefetch": "first"}, exhaustive=True),
+        aot(H100S, {"reshard_after_forward": False}, exhaustive=True),
+    ],
+)
+def test_xla_knows_where_parts_begin(
+    compiled: Compiled, _: str, options: dict[str, Any]
+) -> None:
+    """Where nothing is on the host, XLA's own offsets are right, and are left to it."""
+    found = offsets(compiled(PROGRAM, **options))
+    assert found
+    assert [o for o in found if o.said != o.true] == []
+
+
+@pytest.mark.aot(H100S)
+def test_xla_does_not_work_them_out_for_leaves_on_the_host(compiled: Compiled) -> None:
+    """What it would is wrong: the gradients of two layers change places."""
+    text = compiled(PROGRAM, **HOST)
+    assert "dynamic-slice-start" in text and "S(5)" in text
+    assert "dynamic_slice_config" not in text
+
+
+@pytest.mark.aot(H100S)
+def test_without_the_option_they_are_wrong(compiled: Compiled) -> None:
+    """Once this fails, XLA is right, and `NO_OFFSETS` can go."""
+    text = compiled(PROGRAM, **HOST, compiler_options={NO_OFFSETS[0]: None})
+    assert any(o.said != o.true for o in offsets(text))
+
+
+def own_copies(params: Any, batch: jax.Array) -> tuple[Any, jax.Array]:
+    """A step that keeps its activations on the host by itself."""
+
+    def layer(h: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+        return jnp.tanh(jax.ad_checkpoint.checkpoint_name(h @ w, "product")), None
+
+    keep = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["product"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+    def loss(params: Any) -> jax.Array:
+        body = jax.checkpoint(layer, policy=keep)
+        return jnp.mean(jax.lax.scan(body, batch, params)[0] ** 2)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - g, params, grads), value
+
+
+@pytest.mark.aot(H100S)
+def test_what_a_step_keeps_on_the_host_by_itself_counts(compiled: Compiled) -> None:
+    step = shardfn.fully_shard(own_copies, targets.mesh(H100S), min_size=8)
+    args = jax.ShapeDtypeStruct((4, 64, 64), "float32"), jnp.ones((16, 64))
+    lowered = step.lower(*args)
+    assert NO_OFFSETS in step.on(H100S, *args).compiler_options
+    assert "dynamic_slice_config" not in (lowered.compile().as_text() or "")
+    assert NO_OFFSETS[0] not in step.compiler_options
+
+
+@pytest.mark.aot(H100S)
+def test_a_step_in_another_program_says_what_that_needs() -> None:
+    program = programs.get(PROGRAM)
+    step = shardfn.fully_shard(program.step, targets.mesh(H100S), min_size=8, **HOST)
+    state = jax.eval_shape(program.init, jax.random.key(0))
+    batch = jax.eval_shape(lambda: program.batch(0))
+    with pytest.warns(shardfn.OffloadWarning) as said:
+        jax.eval_shape(lambda state, batch: step(state, batch), state, batch)
+    [message] = {str(warning.message) for warning in said}
+    name, value = NO_OFFSETS
+    assert "has values in the host's memory, and is part of another program" in message
+    assert f"Pass compiler_options={{'{name}': '{value}'}} to the jax.jit" in message
+    assert "train_step was called at test_slice_offsets.py:" in message
