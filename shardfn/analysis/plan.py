@@ -17,6 +17,7 @@ from shardfn.analysis._explain import LeafLayout, Operation, explain
 from shardfn.analysis._host_check import check_host
 from shardfn.analysis._match import verify
 from shardfn.analysis._offload_table import offload_table
+from shardfn.analysis._offset_check import check_offsets
 from shardfn.analysis._replicated import Work
 from shardfn.analysis._tables import table
 from shardfn.analysis.collective import Collective
@@ -81,7 +82,9 @@ class Plan:
 
         Reads the optimized program, so it says what the compiler made of each planned
         collective: there, merged with another, in a larger dtype, turned into an
-        all-reduce, or missing; and what is there besides. Runs nothing.
+        all-reduce, or missing; and what is there besides. Where XLA for GPUs works out
+        ahead of time which part of a stack an iteration reads or writes, it says
+        whether that is the part of the indices. Runs nothing.
 
         Args:
           compiled: the step compiled for CPUs, GPUs or TPUs, as `lower(...).compile()`
@@ -113,7 +116,8 @@ class Plan:
         found, wrong = check_host(
             self.on_host, self.transfers, self.copies_itself, text
         )
-        return replace(checked, on_host=wrong, copied=found)
+        misplaced = check_offsets(text)
+        return replace(checked, on_host=wrong, copied=found, misplaced=misplaced)
 
     def explain(self, pattern: str) -> str:
         """Why leaves of the state, or the values of one line, move or stay.

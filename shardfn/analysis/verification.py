@@ -30,6 +30,8 @@ class Verification:
       on_host: what of the host's memory is not as planned, a line for each.
       copied: bytes that the program copies between the memories, and the plan's; none
         where nothing is planned, or the program does not say how often a loop runs.
+      misplaced: parts of stacks that a loop reads or writes elsewhere than the program
+        says, a line for each.
     """
 
     lines: tuple[LineCheck, ...]
@@ -37,12 +39,14 @@ class Verification:
     automatic: tuple[HloCollective, ...] = ()
     on_host: tuple[str, ...] = ()
     copied: tuple[CopiedBytes, ...] = ()
+    misplaced: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
         """Whether the program sends what the plan says, or less, as far as the backend
-        can, and nothing else, and has in the host's memory what the plan has there."""
-        fits = not self.extra and not self.on_host
+        can, and nothing else, has in the host's memory what the plan has there, and its
+        loops read and write their own parts of stacks."""
+        fits = not self.extra and not self.on_host and not self.misplaced
         return fits and all(c.ok for c in self.lines)
 
     def having(self, *status: str) -> tuple[LineCheck, ...]:
@@ -90,7 +94,7 @@ class Verification:
         wrong = [c for c in self.lines if not c.ok]
         parts = [checked_table(wrong)] if wrong else []
         parts += [f"extra: {text}" for text in _extra(self.extra)]
-        parts += self.on_host
+        parts += [*self.on_host, *self.misplaced]
         return "\n".join([*parts, *_meanings(wrong)])
 
 
@@ -134,6 +138,7 @@ def totals_of(checked: Verification) -> list[str]:
     lines += [f"extra: {text}" for text in _extra(checked.extra)]
     lines += map(str, checked.copied)
     lines += (line for line in checked.on_host if line not in lines)
+    lines += checked.misplaced
     lines += _meanings(checked.lines)
     if not checked.exact:
         lines.append("loops without a known trip count are taken as the plan has them")

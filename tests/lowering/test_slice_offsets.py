@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import programs
 import pytest
 from compilers import aot
-from slice_offsets import Offset, offsets
 
 import shardfn
 from shardfn._lowering.option_table import NO_OFFSETS
 from shardfn.analysis import targets
+from shardfn.analysis._hlo.offsets import FOLLOWED, Offset, offsets
+from shardfn.analysis._offset_check import check_offsets
 
 pytestmark = pytest.mark.standard_promotion
 H100S = "h100:4"
@@ -67,17 +68,36 @@ def test_where_a_loop_that_runs_backwards_reads(said: str) -> None:
 def test_where_it_does_not() -> None:
     forwards = '"byte_offset":"0","byte_stride":"16"'
     wrong = offsets(BACKWARDS.replace("SAID", forwards))
-    assert wrong[0] == Offset("part", iteration=0, said=0, true=32)
+    about = {"instruction": "part", "writes": False, "op_name": ""}
+    assert wrong[0] == Offset(**about, iteration=0, said=0, true=32)
+    [line] = check_offsets(BACKWARDS.replace("SAID", forwards))
+    assert line == (
+        "misplaced: in iteration 0 a part of a stack is read at byte 0, where its "
+        "indices say 32, at part; compile with "
+        "xla_disable_hlo_passes=dynamic-slice-annotator"
+    )
 
 
-Compiled = Callable[..., str]
+def test_indices_that_the_text_does_not_tell_are_left_out() -> None:
+    said = '"byte_offset":"0","byte_stride":"16"'
+    text = BACKWARDS.replace("constant(2)", "custom-call()").replace("SAID", said)
+    assert offsets(text) == []
+
+
+def test_long_loops_are_followed_to_the_point_where_they_must_differ() -> None:
+    said = '"byte_offset":"32","byte_stride":"-16"'
+    text = BACKWARDS.replace("constant(3)", "constant(100000)").replace("SAID", said)
+    assert len(offsets(text)) == FOLLOWED
+
+
+Compiled = Callable[..., tuple[shardfn.Plan, str]]
 
 
 @pytest.fixture
 def compiled() -> Compiled:
-    """The text of a program of tests/programs for H100s."""
+    """The plan and the text of a program of tests/programs for H100s."""
 
-    def text(name: str, **options: Any) -> str:
+    def planned(name: str, **options: Any) -> tuple[shardfn.Plan, str]:
         program = programs.get(name)
         if program.batch_spec is not None:
             options["batch_spec"] = program.batch_spec
@@ -85,9 +105,10 @@ def compiled() -> Compiled:
         batch = jax.eval_shape(lambda: program.batch(0))
         mesh = targets.mesh(H100S)
         step = shardfn.fully_shard(program.step, mesh, min_size=8, **options)
-        return step.lower(state, batch).compile().as_text() or ""
+        text = step.lower(state, batch).compile().as_text() or ""
+        return step.plan(state, batch), text
 
-    return text
+    return planned
 
 
 @pytest.mark.parametrize(
@@ -103,15 +124,16 @@ def test_xla_knows_where_parts_begin(
     compiled: Compiled, _: str, options: dict[str, Any]
 ) -> None:
     """Where nothing is on the host, XLA's own offsets are right, and are left to it."""
-    found = offsets(compiled(PROGRAM, **options))
-    assert found
-    assert [o for o in found if o.said != o.true] == []
+    plan, text = compiled(PROGRAM, **options)
+    assert offsets(text)
+    assert plan.verify(text).misplaced == ()
 
 
 @pytest.mark.aot(H100S)
 def test_xla_does_not_work_them_out_for_leaves_on_the_host(compiled: Compiled) -> None:
     """What it would is wrong: the gradients of two layers change places."""
-    text = compiled(PROGRAM, **HOST)
+    plan, text = compiled(PROGRAM, **HOST)
+    assert plan.verify(text).ok
     assert "dynamic-slice-start" in text and "S(5)" in text
     assert "dynamic_slice_config" not in text
 
@@ -119,8 +141,12 @@ def test_xla_does_not_work_them_out_for_leaves_on_the_host(compiled: Compiled) -
 @pytest.mark.aot(H100S)
 def test_without_the_option_they_are_wrong(compiled: Compiled) -> None:
     """Once this fails, XLA is right, and `NO_OFFSETS` can go."""
-    text = compiled(PROGRAM, **HOST, compiler_options={NO_OFFSETS[0]: None})
-    assert any(o.said != o.true for o in offsets(text))
+    left_out = {NO_OFFSETS[0]: None}
+    plan, text = compiled(PROGRAM, **HOST, compiler_options=left_out)
+    checked = plan.verify(text)
+    assert not checked.ok
+    assert "misplaced: in iteration 0 a part of a stack is " in checked.problems()
+    assert checked.misplaced[0] in str(checked)
 
 
 def own_copies(params: Any, batch: jax.Array) -> tuple[Any, jax.Array]:

@@ -43,7 +43,7 @@ class Array:
     @property
     def bytes(self) -> int:
         """Bytes in device memory."""
-        return 0 if self.on_chip else self.elements * _bits(self.dtype) // 8
+        return 0 if self.on_chip else self.elements * bits_of(self.dtype) // 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +224,6 @@ def _feeds(parameter: Instruction, root: Instruction, comp: Computation) -> bool
     return _behind_views(source, comp) is parameter
 
 
-def _bits(dtype: str) -> int:
+def bits_of(dtype: str) -> int:
     digits = re.match(r"[a-z]+(\d+)", dtype)
     return int(digits[1]) if digits else 8
