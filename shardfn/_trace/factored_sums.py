@@ -15,13 +15,8 @@ from typing import Any
 from shardfn._core.compat import ADDITIONS
 from shardfn._core.leaves import Names
 from shardfn._core.program import VALUE, ZERO, Atom, Node, Program, live
-from shardfn._trace.linear_terms import (
-    Terms,
-    TermSource,
-    is_constant,
-    sources_of,
-    values_of,
-)
+from shardfn._trace.linear_terms import Terms, TermSource, is_constant, values_of
+from shardfn._trace.term_sources import sources_of
 
 WIDE = ("float32", "float64", "bfloat16")
 """Dtypes in which a sum does not overflow if terms are made smaller behind it."""
@@ -150,10 +145,11 @@ def _with_additions(
     instead: list[int] = []
     for k, (end, source) in enumerate(zip(sums, sources, strict=True)):
         instead.append(end.carry)
-        if source is not None and source.nodes and source.carrier == k:
+        own = source.value_of(k) if source is not None and source.nodes else None
+        if own is not None:
             instead[k] = inside.new(body, end.carry)
             inside.leaves[instead[k]] = _names_of_all(body, sums, sources, k)
-            operands, kinds = (end.carry, source.value), (VALUE, VALUE)
+            operands, kinds = (end.carry, own), (VALUE, VALUE)
             add = replace(
                 end.adds[0], inputs=operands, kinds=kinds, outputs=(instead[k],)
             )
@@ -166,7 +162,7 @@ def _names_of_all(
 ) -> Names:
     """The leaves of all sums that are made of what is added up for one of them."""
     each = zip(sums, sources, strict=True)
-    carries = [end.carry for end, source in each if source and source.carrier == at]
+    carries = [end.carry for end, source in each if source and at in source.carriers]
     return tuple(dict.fromkeys(name for v in carries for name in body.leaf(v)))
 
 
@@ -188,10 +184,22 @@ def _out_of_remats(body: Program, same: Set[int], sums: Sequence[Terms]) -> Prog
         pairs = zip(inner.inputs, node.inputs, strict=True)
         given = {v: atom for v, atom in pairs if isinstance(atom, int) and atom in same}
         sources = sources_of(inner, given.keys(), [end.terms for end in ends])
-        instead = [source.value if source else -1 for source in sources]
+        instead = [
+            _returned(*pair, j)
+            for j, pair in enumerate(zip(ends, sources, strict=True))
+        ]
         node, behind = _taken_out(node, inner, ends, sources, instead, given, made)
         made.nodes += [node, *behind]
     return made.program(body)
+
+
+def _returned(end: _End, source: TermSource | None, at: int) -> int:
+    """What a body returns in place of a term: what is made to terms behind it, or, as
+    nobody reads it there, a value that another result is, too."""
+    if source is None:
+        return end.terms.values[0]
+    own = source.value_of(at)
+    return source.values[0] if own is None else own
 
 
 def _taken_out(
@@ -224,11 +232,17 @@ def _taken_out(
         if source is not None and source.nodes:
             inside[end.result] = value
             outputs[end.at] = made.new(body, value)
+    outside = dict(given)
+    for source in sources:
+        if source is not None and source.nodes:
+            made_of = (outputs[ends[k].at] for k in source.carriers)
+            outside.update(zip(source.values, made_of, strict=True))
     for end, source, _ in moved:
         if source is not None and source.nodes:
-            outside = {**given, source.value: outputs[ends[source.carrier].at]}
             *before, last = _operations(body, end, source, outside, made)
             behind += [*before, replace(last, outputs=(node.outputs[end.at],))]
+            if len(end.terms.values) == 1:
+                outside[end.terms.values[0]] = node.outputs[end.at]
     if not behind:
         return node, []
     nodes, constants = live(body.nodes, body.constants, inside)
@@ -239,11 +253,14 @@ def _taken_out(
 def _operations(
     body: Program, end: _End, source: TermSource, outside: dict[int, Atom], made: _Made
 ) -> list[Node]:
-    """What makes the terms of a source, and adds up these, outside of the body:
-    `outside` says what its values are there, and gets more of them."""
+    """What makes the terms of a source, and adds up these, outside of the body, but for
+    what is there: `outside` says what its values are there, and gets more of them. The
+    last operation makes the result."""
     constants = {n.outputs[0]: n for n in body.nodes if is_constant(n)}
     nodes: list[Node] = []
     for node in source.nodes:
+        if node.outputs[0] in outside and node is not source.nodes[-1]:
+            continue
         here = [constants[v] for v in values_of(node) if v not in outside]
         for each in (*here, node):
             new = made.new(body, each.outputs[0])

@@ -117,6 +117,67 @@ def test_steps_are_those_of_the_plain_step(name: str, remat: bool) -> None:
     assert_steps_alike(step, sharded, *arguments(), steps=3)
 
 
+def shared_factors(p: Any, h: jax.Array, x: jax.Array) -> jax.Array:
+    """Of two products: one sum is of both, the other of both with other factors."""
+    made = jnp.tanh(p["w"]) * p["other"]
+    return h @ made + x @ (made * p["other"])
+
+
+def chained_factors(p: Any, h: jax.Array, x: jax.Array) -> jax.Array:
+    """The sum of the gain needs both products and none of its own shape."""
+    made = jnp.tanh(p["w"]) * p["gain"]
+    return (h @ made + x @ (p["other"] * made)) * 0.5
+
+
+def joint_factors(p: Any, h: jax.Array, x: jax.Array) -> jax.Array:
+    """Two sums of two products each, neither of which is that of one product."""
+    divided = p["w"] / (2 + p["other"] ** 2)
+    return h @ divided + x @ (p["w"] * p["other"])
+
+
+def more_than_sums(p: Any, h: jax.Array, x: jax.Array) -> jax.Array:
+    """One sum of two products: the loop carries no other of their shape."""
+    return h @ (p["w"] * 0.5) + x @ (p["w"] * jnp.tanh(p["gain"]))
+
+
+SEVERAL = {
+    "shared_factors": (shared_factors, 2),
+    "chained_factors": (chained_factors, 2),
+    "joint_factors": (joint_factors, 2),
+    "more_than_sums": (more_than_sums, 2 * TIMES),
+}
+
+
+def of_several(product: Any, remat: bool) -> Any:
+    """A step of a recurrent network whose cell has several products."""
+
+    def loss_fn(p: Any, x: jax.Array) -> jax.Array:
+        def cell(h: jax.Array, x: jax.Array) -> tuple[jax.Array, None]:
+            return jnp.tanh(product(p, h, x)), None
+
+        one = jax.checkpoint(cell) if remat else cell
+        h, _ = lax.scan(one, jnp.zeros((ROWS, WIDTH)), x.swapaxes(0, 1))
+        return jnp.mean(h**2)
+
+    def step(p: Any, x: jax.Array) -> Any:
+        loss, grads = jax.value_and_grad(loss_fn)(p, x)
+        return jax.tree.map(lambda w, g: w - 0.5 * g, p, grads), loss
+
+    return step
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("name", SEVERAL)
+def test_sums_of_the_same_products_share_them(name: str, remat: bool) -> None:
+    product, times = SEVERAL[name]
+    step = of_several(product, remat)
+    sharded = shardfn.fully_shard(step, cpu_mesh(8), min_size=0, **GATHERS)
+    lines = sharded.plan(*arguments()).collectives
+    shape = (WIDTH, WIDTH)
+    assert sum(c.times or 0 for c in lines if c.reduces and c.shape == shape) == times
+    assert_steps_alike(step, sharded, *arguments(), steps=3)
+
+
 def test_terms_are_summed_in_the_dtype_of_their_sum() -> None:
     """Products in bfloat16 are widened before they are summed, not behind that."""
     step = recurrent(SHARED["squashed"], False, jnp.bfloat16)
