@@ -71,9 +71,13 @@ def kept(kind: str) -> list[Row]:
     return json.loads(path.read_text()) if path.exists() else []
 
 
-def equal(rows: list[Row]) -> set[tuple[str, str]]:
-    """Programs and options that need no second run."""
-    return {(row["program"], row["option"]) for row in rows if "error" not in row}
+def equal(rows: list[Row], about: Row) -> set[tuple[str, str]]:
+    """Programs and options that need no second run, of rows measured alike."""
+    return {
+        (row["program"], row["option"])
+        for row in rows
+        if "error" not in row and about.items() <= row.items()
+    }
 
 
 def runs(only: list[str] | None, option: str | None) -> list[tuple[str, str]]:
@@ -148,7 +152,7 @@ def one(index: int, spec: Row) -> None:
     about = {"jax": jax.__version__, "kind": kind, "gpus": gpus}
     about["processes"] = spec["processes"]
     with Path(spec["out"], f"{index}.jsonl").open("w") as out:
-        done = set() if spec["cpu"] or spec["rerun"] else equal(kept(kind))
+        done = set() if spec["cpu"] or spec["rerun"] else equal(kept(kind), about)
         for name, option in runs(spec["program"], spec["option"]):
             if (name, option) in done:
                 continue

@@ -191,8 +191,6 @@ class Programs:
 
             def run(donated: Any, given: tuple[Any, ...]) -> Any:
                 planned, stored, rest = planned_for(donated, given)
-                if whole:
-                    self._warn_of_options(planned)
                 program = on_mesh(planned, storage.mesh, storage.given, whole)
                 out = program(*stored, *jax.tree.leaves(rest))
                 return planned.traced.returned(out)
@@ -211,14 +209,10 @@ class Programs:
             self._jitted[key] = jitted(options)
         return self._jitted[key]
 
-    def _warn_of_options(self, planned: Planned) -> None:
-        """Warns where a step is part of another program, and its results depend on what
-        that is compiled with."""
-        needed = needed_options(
-            tuple(self.storage.given.devices.flat),
-            has_host_values(planned.program, planned.body),
-        )
-        if needed:
+    def warn_of_options(self, planned: Planned) -> None:
+        """Warns of what another program, which a step becomes part of, is to be
+        compiled with, where results depend on it."""
+        if needed := needed_options(self.options(planned)):
             warnings.warn(
                 f"{step_name()} has values in the host's memory, and is part of "
                 "another program, which is compiled with options of its own.\n"

@@ -283,14 +283,13 @@ class ShardedStep(ReportMethods, Generic[P, R]):
         program = treedef, batch_tree, types, *around
         if not self._checked.find(program):
             rest = jax.tree.unflatten(batch_tree, placed)
+            plan = functools.partial(self.programs.planned, leaves, treedef, rest)
             check_first_run(
-                lambda: jitted().lower(*run_on),
-                functools.partial(self.programs.planned, leaves, treedef, rest),
-                self.mesh,
-                self.verify,
-                whole,
+                lambda: jitted().lower(*run_on), plan, self.mesh, self.verify, whole
             )
-            if not whole:
+            if whole:
+                self.programs.warn_of_options(plan())
+            else:
                 self._checked[program] = True
         ready = Ready(
             run=jitted(),

@@ -1,11 +1,18 @@
-"""Whether a step has values in the host's memory, of its own or by its plan.
+"""Whether a step has values in the host's memory, of its own or by its plan, and what
+the compiler of such a step must not do.
 
-In: programs and plans. Out: yes or no.
+In: programs and plans. Out: yes or no; an option of XLA.
 """
 
 from shardfn._core.memories import HOST, space_of
 from shardfn._core.plan import BodyPlan
 from shardfn._core.program import Program
+
+NO_OFFSETS = ("xla_disable_hlo_passes", "dynamic-slice-annotator")
+"""Keeps XLA for GPUs from working out ahead of time at which bytes of a stack the part
+of an iteration begins, which it then copies without a kernel. For what loops wait an
+iteration to write, and in JAX 0.10 for all that is read backwards, it works out others.
+openxla/xla, pull request 46308."""
 
 
 def has_host_values(program: Program, body: BodyPlan) -> bool:

@@ -272,17 +272,6 @@ FAILURE_SECONDS = 0.1
 
 # How compiled programs are read
 
-SUBSET_BITS = 2**29
-"""Of the table in which lines are looked up that one concatenated sum is made of; a
-larger one is not made."""
-
-SAME_SIZE = 0.01
-"""How much the bytes per element of a compiled collective may differ from the plan's,
-as a part, to be called the same."""
-
-PLAYED_ITERATIONS = 256
-"""Iterations of a loop that are played; more take as long as the last of them."""
-
 PREALLOCATED_SHARE = 0.75
 """The part of a GPU's memory that JAX takes by default, as its documentation says."""
 

@@ -4,6 +4,7 @@ In: an aval. Out: counts that also hold for values without shape or dtype.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -33,9 +34,10 @@ def bytes_in(size: int, aval: Any, dtype: Any) -> int:
     return size // itemsize(aval) * np.dtype(dtype).itemsize
 
 
-def bytes_of_bits(count: int) -> int:
-    """Bytes of so many truth values in a bit each."""
-    return -(-count // 8)
+def signs_in_byte(shape: Sequence[int]) -> int:
+    """How many truth values libtpu keeps in a byte: those along the first dimension of
+    an array of three or more, as long as there are bits."""
+    return min(8, shape[0]) if len(shape) > 2 else 1
 
 
 def is_key_name(dtype: str) -> bool:

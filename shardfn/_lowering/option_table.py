@@ -6,6 +6,7 @@ In: nothing. Out: the table. What of it a step is compiled with is in `xla_optio
 from dataclasses import dataclass
 from typing import Any
 
+from shardfn._core.host_values import NO_OFFSETS
 from shardfn._core.limits import CHAINED_BYTES
 
 Flags = tuple[tuple[str, Any], ...]
@@ -63,8 +64,6 @@ def _on_sparse_cores(
     )
 
 
-NO_OFFSETS = ("xla_disable_hlo_passes", "dynamic-slice-annotator")
-
 OPTIONS = (
     # On from Hopper on; without it an A100 runs one thing after the other.
     CompilerOption(
@@ -86,11 +85,14 @@ OPTIONS = (
         (("xla_gpu_reduce_scatter_combine_threshold_bytes", CHAINED_BYTES),),
         in_turn=True,
     ),
-    # Where XLA works out at which bytes a part of a stack begins in each iteration, it
-    # copies the part without a kernel. For what loops wait a round to write, and in JAX
-    # 0.10 for all that is read backwards, it works out others: results are wrong.
-    # openxla/xla, pull request 46308.
-    CompilerOption("gpu", (NO_OFFSETS,), on_host=True, is_list=True),
+    # Results depend on it. XLA does not run with both of these options.
+    CompilerOption(
+        "gpu",
+        (NO_OFFSETS,),
+        decided_by=("xla_enable_hlo_passes_only",),
+        on_host=True,
+        is_list=True,
+    ),
     # Quantized weights are read inside of the matmuls that use them, with their scales,
     # instead of in a pass of its own that writes them in full. XLA's autotuner still
     # takes the faster of the two.

@@ -100,10 +100,12 @@ def compiler_options(
             or (option.on_host and not on_host)
         ):
             continue
+        if not given_by_user.isdisjoint(option.decided_by):
+            continue
         if option.is_list and not names & (given.keys() - named.keys()):
             ours.append(_behind(option, named))
             lists |= names
-        elif given_by_user.isdisjoint((*names, *option.decided_by)):
+        elif given_by_user.isdisjoint(names):
             ours.append(option)
     if named and (refused := refusal(device, _frozen(named))):
         raise ShardingError(
@@ -118,11 +120,16 @@ def compiler_options(
     return known | {name: named[name] for name in named if name not in lists}
 
 
-def needed_options(devices: Sequence[Any], on_host: bool) -> dict[str, Any]:
-    """Those of them that results depend on."""
-    device, platform = device_and_platform(devices)
-    lists = [o for o in OPTIONS if o.is_list and o.is_for(device, platform)]
-    return _known(device, [o for o in lists if on_host or not o.on_host])
+def needed_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a step's options that results depend on, and that nothing outside of
+    this package sets."""
+    ours = {pair for option in OPTIONS if option.is_list for pair in option.spellings}
+    elsewhere = _flags_elsewhere()
+    return {
+        name: options[name]
+        for name, value in ours
+        if name in options and value not in elsewhere.get(name, "").split(",")
+    }
 
 
 def _behind(option: CompilerOption, named: Mapping[str, Any]) -> CompilerOption:
@@ -130,7 +137,8 @@ def _behind(option: CompilerOption, named: Mapping[str, Any]) -> CompilerOption:
     before = {**_flags_elsewhere(), **named}
 
     def joined(name: str, value: Any) -> tuple[str, Any]:
-        return name, f"{before[name]},{value}" if before.get(name) else value
+        given = [entry for entry in str(before.get(name, "")).split(",") if entry]
+        return name, ",".join(dict.fromkeys([*given, value]))
 
     spellings = tuple(joined(name, value) for name, value in option.spellings)
     return replace(option, spellings=spellings)
@@ -150,7 +158,8 @@ def _flags_elsewhere() -> dict[str, str]:
     if flags and not flags.startswith("-") and Path(flags).is_file():
         flags = Path(flags).read_text()
     flags += " " + os.environ.get("LIBTPU_INIT_ARGS", "")
-    return dict(re.findall(r"--(\w+)(?:=(\S+))?", flags))
+    found = re.findall(r"--(\w+)(?:=(\S+))?", flags)
+    return {name: value.strip("\"'") for name, value in found}
 
 
 def _known(device: Any, options: Iterable[CompilerOption]) -> dict[str, Any]:

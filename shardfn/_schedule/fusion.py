@@ -90,7 +90,7 @@ def fills(program: Program, node: Node) -> bool:
 
 
 def tells_signs(node: Node) -> bool:
-    """Whether it compares numbers with one number, as the derivative of a ReLU does."""
+    """Whether it compares floats with one number, as the derivative of a ReLU does."""
     if node.kind != "op" or node.eqn.primitive not in _COMPARES:
         return False
     numbers, one = (v.aval for v in node.eqn.invars)

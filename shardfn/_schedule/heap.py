@@ -19,8 +19,8 @@ class Heap:
         made where it is read.
       inlines: whether what a function with a derivative of its own makes, such as a
         ReLU, is written over what it is made of; beside that if not.
-      packs_masks: whether the derivative of a ReLU keeps the signs of what it is of, a
-        bit each, in place of the numbers.
+      packs_masks: whether the derivative of a ReLU keeps the signs of what it is of in
+        place of the numbers, where several go into a byte.
       pads_gathers: whether weights of which a device has less than a tile along the
         dimension that is gathered are gathered with as much padding.
       holes: what its heap takes beyond what lives at once, as a part of that.

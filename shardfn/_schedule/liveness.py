@@ -22,7 +22,7 @@ from shardfn._core.plan import (
 )
 from shardfn._core.program import Node, Program
 from shardfn._core.sharding import Axes, Sharding, local_shape
-from shardfn._core.sizes import bytes_in, bytes_of_bits, local_bytes
+from shardfn._core.sizes import bytes_in, local_bytes, signs_in_byte
 from shardfn._schedule import fusion
 from shardfn._schedule.cast_stacks import cast_stacks
 from shardfn._schedule.delayed_sums import delayed_sums
@@ -131,8 +131,7 @@ class Liveness:
                 size, aval = self.size(Ref(value), sharding), self.program.avals[value]
                 if j in narrow:
                     size = bytes_in(size, aval, narrow[j])
-                if self.heap.packs_masks and fusion.tells_signs(node):
-                    size = bytes_of_bits(size)
+                size = -(-size // self.signs_in_byte(step))
                 yield Ref(value), size
             yield from exported(self.program.nodes[step.node], step, self.axes)
 
@@ -147,6 +146,14 @@ class Liveness:
 
     def node(self, step: Apply) -> Node:
         return self.program.nodes[step.node]
+
+    def signs_in_byte(self, step: Apply) -> int:
+        """How many results of a comparison are kept in a byte; 1 for other steps."""
+        node = self.node(step)
+        if not (self.heap.packs_masks and fusion.tells_signs(node)):
+            return 1
+        shape = self.program.avals[node.outputs[0]].shape
+        return signs_in_byte(local_shape(shape, step.result_shardings[0], self.axes))
 
     def size(self, ref: Ref, sharding: Sharding) -> int:
         return local_bytes(self.program.avals[ref.value], sharding, self.axes)
@@ -174,7 +181,7 @@ class Liveness:
         if not isinstance(step, Apply) or step.exports:
             return None
         node = self.program.nodes[step.node]
-        if self.heap.packs_masks and fusion.tells_signs(node):
+        if self.signs_in_byte(step) > 1:
             return None
         if node.passes_through:
             return [step.operands[node.outputs.index(ref.value)]]

@@ -125,11 +125,11 @@ class _Choice:
         choice = self.having(at, source, own)
         for k, other in self.each:
             if k != at and other and before in other.values:
-                again, needed = choice.furthest(k)
+                without, needed = choice.furthest(k)
                 mine = {value for j, value in self.carried.items() if j == k}
-                if again is None or not needed <= mine:
+                if without is None or not needed <= mine:
                     return self
-                choice = choice.having(k, again, needed)
+                choice = choice.having(k, without, needed)
         return choice
 
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from shardfn._core.limits import SUBSET_BITS
 from shardfn._core.moves import AllReduce
+from shardfn._core.reading_limits import SUBSET_BITS
 from shardfn.analysis._folded import Fold
 from shardfn.analysis._hlo import HloCollective
 from shardfn.analysis._line_check import PRESENT, UNDECIDED

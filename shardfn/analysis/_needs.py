@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 import jax.numpy as jnp
 import numpy as np
 
-from shardfn._core.limits import SAME_SIZE
 from shardfn._core.moves import AllReduce, Permute
 from shardfn._core.quantized import SCALE_BITS
+from shardfn._core.reading_limits import SAME_SIZE
 from shardfn._core.sharding import Axes
 from shardfn._core.sizes import is_key_name, key_word
 from shardfn.analysis._hlo import HloCollective

@@ -19,7 +19,9 @@ def _benchmarks_importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
 
 
-CLOSE = 0.016
+CLOSE = 0.0145
+OTHERWISE = "gpt-175b-128"
+"""Its matmuls took more or less by a fifth, depending on what the memory held."""
 SLOWER = {"t5-11b-8": 0.085}
 """How much slower beside this library's than predicted a case's programs may be: those
 of T5 pass more through memory, which is slower than on the data sheet."""
@@ -30,7 +32,7 @@ def beside_ours() -> list[Any]:
         pytest.param(case, rows["shardfn"], row, id=f"{case} {name}")
         for case, rows in ROWS.items()
         for name, row in rows.items()
-        if name != "shardfn" and "again" not in name
+        if name != "shardfn" and case != OTHERWISE
     ]
 
 

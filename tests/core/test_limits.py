@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import shardfn
-from shardfn._core import limits, shown_limits, tuning_limits
+from shardfn._core import limits, reading_limits, shown_limits, tuning_limits
 
 ROOT = Path(shardfn.__file__).parent
 TREES = {
@@ -21,13 +21,14 @@ TREES = {
 READ = {
     node.id
     for module, tree in TREES.items()
-    if module not in ("_core.limits", "_core.shown_limits", "_core.tuning_limits")
+    if not re.fullmatch(r"_core\.(\w+_)?limits", module)
     for node in ast.walk(tree)
     if isinstance(node, ast.Name)
 }
 
 LIMITS = {
     "_core.limits": limits,
+    "_core.reading_limits": reading_limits,
     "_core.shown_limits": shown_limits,
     "_core.tuning_limits": tuning_limits,
 }

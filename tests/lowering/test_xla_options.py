@@ -13,6 +13,7 @@ from shardfn._lowering import xla_options
 from shardfn._lowering.option_table import TRIED, CompilerOption
 from shardfn._lowering.xla_options import (
     compiler_options,
+    needed_options,
     refusal,
     set_elsewhere,
     tried,
@@ -143,12 +144,16 @@ LIST = ("passes", "ours")
         ({}, "--passes=mine --a=1", "mine,ours"),
         ({"passes": "one,two"}, "--passes=other", "one,two,ours"),
         ({"passes": None}, "--passes=mine", None),
+        ({}, "--passes='mine,ours' --a=1", "mine,ours"),
+        ({}, "--others_only=x", None),
     ],
 )
 def test_what_results_depend_on_is_put_behind_the_users_list(
     monkeypatch, asked, flags, expected
 ):
-    options = CompilerOption("gpu", (LIST,), on_host=True, is_list=True)
+    options = CompilerOption(
+        "gpu", (LIST,), decided_by=("others_only",), on_host=True, is_list=True
+    )
     monkeypatch.setattr(xla_options, "OPTIONS", (options,))
     monkeypatch.setattr(xla_options, "refusal", lambda device, options: "")
     monkeypatch.setenv("XLA_FLAGS", flags)
@@ -157,6 +162,9 @@ def test_what_results_depend_on_is_put_behind_the_users_list(
     of_user = {name: value for name, value in asked.items() if value}
     assert compiler_options(machines(), asked) == of_user
     assert compiler_options(machines(), False, on_host=True) == {}
+    # Another program has the environment's flags, and no options of this step.
+    is_there = expected is None or "ours" in flags
+    assert needed_options(found) == ({} if is_there else {"passes": expected})
 
 
 def test_the_user_comes_first(compiler, monkeypatch, tmp_path):

@@ -14,7 +14,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from shardfn._core.limits import PLAYED_ITERATIONS
+from shardfn._core.reading_limits import PLAYED_ITERATIONS
 from shardfn.analysis._hlo.collective import (
     HloCollective,
     is_collective,

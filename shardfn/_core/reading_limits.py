@@ -1,0 +1,24 @@
+"""How much of a compiled program is read, and how closely.
+
+In: nothing. Out: numbers, each with its unit and its reason. None of them changes a
+plan.
+"""
+
+SUBSET_BITS = 2**29
+"""Of the table in which lines are looked up that one concatenated sum is made of; a
+larger one is not made."""
+
+SAME_SIZE = 0.01
+"""How much the bytes per element of a compiled collective may differ from the plan's,
+as a part, to be called the same."""
+
+PLAYED_ITERATIONS = 256
+"""Iterations of a loop that are played; more take as long as the last of them."""
+
+OFFSET_ITERATIONS = 4
+"""The first iterations of a loop, beside the last one, in which it is looked at where
+XLA has parts of stacks begin: it goes wrong at once, or at the end, where it does not
+clamp."""
+
+SCALAR_ITERATIONS = 20_000
+"""Iterations of all loops of a program whose scalars are computed: a second."""
