@@ -18,6 +18,7 @@ from jax.tree_util import (
 
 from shardfn._core.call_arguments import in_plain, is_plain
 from shardfn._core.leaves import Leaf, path_name
+from shardfn._trace.returned_values import check_values
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -130,6 +131,7 @@ def on_closed(
 
     def run(states: tuple[Any, ...], batch: tuple[Any, ...]) -> Any:
         out = step(tuple(map(opened, states)), tuple(map(opened, batch)))
+        check_values(out)
         structures.append(jax.tree.structure(out))
         if inside:
             return close_inside(out)

@@ -392,6 +392,23 @@ def test_a_step_that_turns_its_state_into_a_tuple(mesh, state) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "metric, what",
+    [("warm up", "str: 'warm up'"), (len, "builtin_function_or_method: <built-in")],
+)
+def test_a_step_that_returns_what_is_no_array(mesh, state, metric, what) -> None:
+    def train_step(state, batch):
+        new, loss = plain_step(state, batch)
+        return new, {"loss": loss, "stage": metric, "count": 3}
+
+    step = shardfn.fully_shard(train_step, mesh, **OPTIONS)
+    refuse(
+        lambda: step(state, make_batch()),
+        f"train_step returns 1/stage of type {what}",
+        "Return what is none from around the step",
+    )
+
+
 def test_a_step_that_returns_its_state_second(mesh, state) -> None:
     def swapped(*args):
         return plain_step(*args)[::-1]
