@@ -26,7 +26,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import optax
-from choices_loops import discriminator, minibatches, squashed
+from choices_loops import discriminator, factored, minibatches, squashed
 from criteria_cases import LLAMA3_8B, Model
 from criteria_models import attend, init, mlp, narrow, norm
 from jax import lax
@@ -278,6 +278,7 @@ CASES: Mapping[str, tuple[str, Callable[[], tuple[Step, Any, Any]]]] = {
     "quantized": ("narrow", quantized),
     "points": ("generated", points),
     "squashed": ("factors behind", squashed),
+    "factored": ("factors behind", factored),
     "minibatches": ("once in front", minibatches),
     "discriminator": ("begins again", discriminator),
 }

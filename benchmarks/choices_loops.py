@@ -1,5 +1,5 @@
 """Steps for `choices.py` whose loops share what is not a plain weight, or whose rows
-have two origins: a recurrent network with squashed weights, minibatches that take rows
+have two origins: recurrent networks with squashed weights, minibatches that take rows
 of a rollout by their numbers, as in PPO, and a GAN's discriminator.
 """
 
@@ -30,6 +30,27 @@ def squashed() -> tuple[Any, Any, Any]:
 
     x = Shape((rows, times, units), jnp.bfloat16)
     return step, Shape((units, units), jnp.float32), x
+
+
+def factored() -> tuple[Any, Any, Any]:
+    """A cell of 4096 units with two products of the same two weights, over 64 steps."""
+    units, times, rows = 4096, 64, 1024
+
+    def loss(p: Any, x: jax.Array) -> jax.Array:
+        def cell(h: jax.Array, x: jax.Array) -> tuple[jax.Array, None]:
+            made = jnp.tanh(p["w"]) * p["gate"]
+            both = made.astype(jnp.bfloat16), (made * p["gate"]).astype(jnp.bfloat16)
+            return jnp.tanh(h @ both[0] + x @ both[1]), None
+
+        h = lax.scan(cell, jnp.zeros_like(x[:, 0]), x.swapaxes(0, 1))[0]
+        return jnp.square(h.astype(jnp.float32)).mean()
+
+    def step(p: Any, x: jax.Array) -> Any:
+        value, grads = jax.value_and_grad(loss)(p, x)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, p, grads), value
+
+    weights = {name: Shape((units, units), jnp.float32) for name in ("w", "gate")}
+    return step, weights, Shape((rows, times, units), jnp.bfloat16)
 
 
 def minibatches() -> tuple[Any, Any, Any]:
