@@ -45,6 +45,11 @@ class CompilerOption:
     on_host: bool = False
     is_list: bool = False
 
+    @property
+    def names(self) -> set[str]:
+        """The option's names."""
+        return {name for name, _ in self.spellings}
+
     def is_for(self, device: Any, platform: str) -> bool:
         """Whether it is of use on a device of a platform."""
         is_kind = not self.kinds or device.device_kind in self.kinds

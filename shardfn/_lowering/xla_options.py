@@ -88,25 +88,20 @@ def compiler_options(
     given = dict(asked or {})
     named = {name: value for name, value in given.items() if value is not None}
     given_by_user = {*given, *set_elsewhere()}
-    ours, lists = [], set[str]()
-    for option in OPTIONS:
-        names = dict(option.spellings).keys()
-        if (
-            not option.is_for(device, platform)
-            or (option.slices and slices_of(devices) <= 1)
-            or (option.most and len(devices) > option.most)
-            or (option.quantized and not quantizes)
-            or (option.in_turn and not in_turn)
-            or (option.on_host and not on_host)
-        ):
-            continue
-        if not given_by_user.isdisjoint(option.decided_by):
-            continue
-        if option.is_list and not names & (given.keys() - named.keys()):
-            ours.append(_behind(option, named))
-            lists |= names
-        elif given_by_user.isdisjoint(names):
-            ours.append(option)
+    left_to_xla = given.keys() - named.keys()
+    of_use = [
+        option
+        for option in OPTIONS
+        if option.is_for(device, platform)
+        and (not option.slices or slices_of(devices) > 1)
+        and (not option.most or len(devices) <= option.most)
+        and (quantizes or not option.quantized)
+        and (in_turn or not option.in_turn)
+        and (on_host or not option.on_host)
+        and given_by_user.isdisjoint(option.decided_by)
+        and (left_to_xla if option.is_list else given_by_user).isdisjoint(option.names)
+    ]
+    ours = [_behind(option, named) if option.is_list else option for option in of_use]
     if named and (refused := refusal(device, _frozen(named))):
         raise ShardingError(
             f"compiler_options names an option or a value that the compiler of "
@@ -116,8 +111,9 @@ def compiler_options(
     if asked is False:
         return {}
     known = _known(device, ours)
-    lists &= known.keys()
-    return known | {name: named[name] for name in named if name not in lists}
+    joined = {name for option in of_use if option.is_list for name in option.names}
+    alone = named.keys() - (joined & known.keys())
+    return known | {name: named[name] for name in named if name in alone}
 
 
 def needed_options(options: Mapping[str, Any]) -> dict[str, Any]:
