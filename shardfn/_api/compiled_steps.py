@@ -212,7 +212,8 @@ class Programs:
     def warn_of_options(self, planned: Planned) -> None:
         """Warns of what another program, which a step becomes part of, is to be
         compiled with, where results depend on it."""
-        if needed := needed_options(self.options(planned)):
+        on_host = has_host_values(planned.program, planned.body)
+        if on_host and (needed := needed_options(self.options(planned))):
             warnings.warn(
                 f"{step_name()} has values in the host's memory, and is part of "
                 "another program, which is compiled with options of its own.\n"

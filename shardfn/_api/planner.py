@@ -281,6 +281,7 @@ def describe(planned: Planned, *, fingerprint: bool = True) -> Plan:
         planned.notes,
         _layouts(planned),
         planned.offload,
+        planned.returns,
     )
 
 

@@ -61,6 +61,11 @@ class Planned:
         return [self.program.avals[v] for v in self.program.inputs]
 
     @property
+    def returns(self) -> tuple[bool, ...]:
+        """For each leaf of the state, whether it comes back."""
+        return tuple(k is not None for k in self.traced.order[: len(self.state)])
+
+    @property
     def output_avals(self) -> list[Any]:
         return [aval_of(self.program, atom) for atom in self.program.outputs]
 

@@ -44,9 +44,11 @@ def check_host(
         return (), ()
     taken, left = (_on_host(part) for part in _entry_layout(text))
     wrong: list[str] = []
-    for how, found in (("arrives", taken), ("leaves", left)):
-        missing = Counter((leaf.dtype, leaf.shape) for leaf in planned) - found
-        for leaf in planned:
+    returned = [leaf for leaf in planned if leaf.returns]
+    ways = ("arrives", planned, taken), ("leaves", returned, left)
+    for how, asked, found in ways:
+        missing = Counter((leaf.dtype, leaf.shape) for leaf in asked) - found
+        for leaf in asked:
             form = leaf.dtype, leaf.shape
             if missing[form]:
                 missing[form] -= 1

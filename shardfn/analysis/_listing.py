@@ -60,6 +60,7 @@ def make_plan(
     notes: tuple[str, ...] = (),
     layouts: Sequence[tuple[Sharding, str]] = (),
     offload: OffloadChoice | None = None,
+    returns: Sequence[bool] = (),
 ) -> Plan:
     """Describes a planned step.
 
@@ -73,6 +74,7 @@ def make_plan(
       notes: what people should know besides.
       layouts: how each leaf is stored, and why.
       offload: which leaves were chosen for the host's memory, if any were to be.
+      returns: for each leaf of the state, whether it comes back; all do if left out.
 
     Returns:
       The plan with its collectives and M.
@@ -96,7 +98,7 @@ def make_plan(
         operations=tuple(_operations(program, body)),
         transfers=tuple(host_transfers(program, body, state, axes)),
         copies_itself=copies_itself(program),
-        on_host=host_leaves(state, body.inputs, axes),
+        on_host=host_leaves(state, body.inputs, axes, returns),
         offload=offload,
         operations_hash=operations_hash(program),
         leaves=tuple(

@@ -85,12 +85,13 @@ class HostTransfer:
 
 @dataclass(frozen=True, slots=True)
 class LeafOnHost:
-    """A leaf of the state in the host's memory: its path, and what a device has of
-    it."""
+    """A leaf of the state in the host's memory: its path, what a device has of it, and
+    whether it comes back, or is only read."""
 
     path: str
     dtype: str
     shape: tuple[int, ...]
+    returns: bool = True
 
     def __str__(self) -> str:
         return f"{self.path}, {self.dtype} {shape_text(self.shape)} per device"
@@ -162,16 +163,23 @@ def _described(
 
 
 def host_leaves(
-    state: Sequence[Leaf], stored: Sequence[Sharding], axes: Axes
+    state: Sequence[Leaf],
+    stored: Sequence[Sharding],
+    axes: Axes,
+    returns: Sequence[bool] = (),
 ) -> tuple[LeafOnHost, ...]:
-    """The leaves of a state that live in the host's memory."""
+    """The leaves of a state that live in the host's memory; all come back if `returns`
+    does not say."""
     return tuple(
         LeafOnHost(
             leaf_name(leaf.path),
             str(leaf.aval.dtype),
             part_shape(local_shape(leaf.aval.shape, sharding, axes), leaf.auto or ()),
+            comes_back,
         )
-        for leaf, sharding in zip(state, stored, strict=False)
+        for leaf, sharding, comes_back in zip(
+            state, stored, returns or [True] * len(state), strict=False
+        )
         if leaf.memory == HOST
     )
 

@@ -300,3 +300,30 @@ def test_a_parameter_that_is_read_twice_is_computed_with_on_the_device(target) -
     report = step.on(target, w, jax.ShapeDtypeStruct((64, 1024), jnp.float32))
     assert report.verification.ok, report.verification.problems()
     assert len(report.plan.transfers) == 3
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_leaves_that_are_only_read_do_not_leave_for_the_host(trains: bool) -> None:
+    """Of a step that returns no state, and of frozen weights beside one that comes
+    back."""
+    devices, width = 8, 64
+
+    def read(frozen: Any, x: jax.Array) -> jax.Array:
+        return jnp.mean((x @ frozen["w"]) ** 2)
+
+    def train(state: Any, frozen: Any, x: jax.Array) -> Any:
+        grads = jax.grad(lambda s: read({"w": frozen["w"] * s["gain"]}, x))(state)
+        return jax.tree.map(lambda s, g: s - g, state, grads), read(frozen, x)
+
+    frozen, x = {"w": jnp.ones((width, width))}, jnp.ones((devices, width))
+    asked: dict[str, Any] = {"min_size": 8, "offload": {"*": "host"}, "verify": "error"}
+    if not trains:
+        step = shardfn.fully_shard(read, cpu_mesh(devices), **asked)
+        assert float(step(step.shard(frozen), x)) == width**2
+        return
+    asked["state_argnums"] = (0, 1)
+    both = shardfn.fully_shard(train, cpu_mesh(devices), **asked)
+    state = both.shard({"gain": jnp.ones((width, width))})
+    new, loss = both(state, both.shard(frozen), x)
+    assert new["gain"].sharding.memory_kind == "pinned_host"
+    assert float(loss) == width**2
