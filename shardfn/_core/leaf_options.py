@@ -178,23 +178,24 @@ class LeafOptions(TypedDict, total=False):
     prefetch: Annotated[
         PerLeaf[Prefetch],
         Option(
-            default=0,
+            default="auto",
             values=PREFETCH,
             read_by=("_schedule.prefetch", "_schedule.limit_all_gathers"),
             doc="""How many layers ahead a scan over layers gathers, forward and
-            backward. 0, the default: each iteration gathers its own, and the compiler
-            overlaps what it can. More: the loop carries the coming layers' gathered
-            weights, so that their gathers can run while a layer computes, for as many
-            layers' weights of memory and as many more gathers of a layer per pass,
-            whose results the last iterations drop. "first": one layer ahead, but only
-            weights of the layer's first products: of those that, in the order of the
-            program, come before one that reads what another has made, such as the
-            projections in front of attention. What an iteration begins with is then
-            there, at the price of these weights alone. In unrolled layers a number is a
-            bound, which takes no further gathers: at most so many layers' weights, or
-            without `jax.checkpoint` so many weights, are gathered or in flight beside
-            those in use; 0 and "first" bound nothing. Try "first", then 1, if a report
-            says that the device waits for gathers.""",
+            backward. 0: each iteration gathers its own, and the compiler overlaps what
+            it can. More: the loop carries the coming layers' gathered weights, so that
+            their gathers can run while a layer computes, for as many layers' weights of
+            memory and as many more gathers of a layer per pass, whose results the last
+            iterations drop. "first": one layer ahead, but only weights of the layer's
+            first products: of those that, in the order of the program, come before one
+            that reads what another has made, such as the projections in front of
+            attention. What an iteration begins with is then there, at the price of
+            these weights alone. "auto", the default: "first" in loops that gather in
+            turn, on Hopper GPUs of several hosts, and 0 in others. In unrolled layers a
+            number is a bound, which takes no further gathers: at most so many layers'
+            weights, or without `jax.checkpoint` so many weights, are gathered or in
+            flight beside those in use; 0, "first" and "auto" bound nothing. Try
+            "first", then 1, if a report says that the device waits for gathers.""",
         ),
     ]
     bucket_bytes: Annotated[

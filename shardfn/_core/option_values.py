@@ -21,7 +21,7 @@ Accumulate = Literal["auto", "scatter", "defer"]
 StoredAxis = str | tuple[str, int]
 """A mesh axis that a leaf is stored split over, and which dimension it is to split."""
 
-Prefetch = int | Literal["first"]
+Prefetch = int | Literal["first", "auto"]
 Stationary = bool | Literal["auto"]
 Offload = str
 """`"host"`; or `AUTO` or a size: as much goes there as makes the step fit."""
@@ -178,14 +178,14 @@ def _count(value: Any) -> int:
 
 
 def _prefetch(value: Any) -> Prefetch:
-    if isinstance(value, str) and value == FIRST:
+    if isinstance(value, str) and value in (FIRST, AUTO):
         return value  # pyright: ignore[reportReturnType]
     return _count(value)
 
 
 def layers_ahead(asked: Prefetch) -> int:
     """How many layers ahead all of a layer's weights are asked to be gathered."""
-    return 0 if asked == FIRST else int(asked)
+    return 0 if isinstance(asked, str) else asked
 
 
 def _positive(value: Any) -> int:
@@ -206,7 +206,7 @@ WIRE_DTYPE = OptionValues(
 ROUNDING = one_of(Rounding)
 ACCUMULATE = one_of(Accumulate)
 COUNT = OptionValues("an integer that is not negative", _count)
-PREFETCH = OptionValues(f"{COUNT.allowed}, {FIRST!r}", _prefetch)
+PREFETCH = OptionValues(f"{COUNT.allowed}, {FIRST!r}, {AUTO!r}", _prefetch)
 POSITIVE = OptionValues("an integer that is positive", _positive)
 AXES = OptionValues(
     "a mesh axis, a tuple of mesh axes, a mapping from mesh axes to the dimensions "

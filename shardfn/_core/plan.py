@@ -6,7 +6,7 @@ A `BodyPlan` is straight-line: `Reshard` steps make a new version of a value in 
 sharding, `Apply` steps run one node of the program on such versions.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from shardfn._core.automatic_axes import AutoSplit, part_shape
@@ -15,7 +15,7 @@ from shardfn._core.moves import AllGather, Move, moves_of
 from shardfn._core.phases import Pass
 from shardfn._core.quantized import Quantized
 from shardfn._core.reasons import Cause, Note
-from shardfn._core.sharding import Axes, Sharding, Split
+from shardfn._core.sharding import Sharding, Split
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,19 +302,15 @@ class Ahead:
     """Steps of a scan's body that run `lead` iterations ahead of the others.
 
     `part` reads only what the scan goes through, its constants and what is imported; it
-    has no outputs, only exports.
+    has no outputs, only exports. The body imports `tied` of what the part reads, or if
+    `handed` what it exports, and exports it again, behind or in front of what it does.
     """
 
     lead: int
     part: BodyPlan
+    tied: tuple[Ref, ...] = ()
+    handed: bool = False
 
 
 Place = tuple[int, ...]
 """Which body of a plan: node and body index of each around it, outermost first."""
-
-
-def communicating_moves(step: Reshard, axes: Axes) -> Iterator[tuple[int, Move]]:
-    """The moves of `step` that use the wire, and which of its path each is."""
-    for index, move in enumerate(step.moves):
-        if move.communicates and any(axes.sizes[axis] > 1 for axis in move.over):
-            yield index, move

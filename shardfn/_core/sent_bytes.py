@@ -4,11 +4,12 @@ In: a program and its plan. Out: bytes that each device sends, and in how many
 collectives.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from shardfn._core.limits import LATENCY_BYTES
-from shardfn._core.plan import BodyPlan, Reshard, communicating_moves
+from shardfn._core.moves import Move
+from shardfn._core.plan import BodyPlan, Reshard
 from shardfn._core.program import Program
 from shardfn._core.sharding import Axes
 
@@ -72,3 +73,10 @@ def sent(
         total += sum(part.bytes for part in parts)
         collectives += sum(part.collectives for part in parts)
     return Sent(round(total), collectives)
+
+
+def communicating_moves(step: Reshard, axes: Axes) -> Iterator[tuple[int, Move]]:
+    """The moves of `step` that use the wire, and which of its path each is."""
+    for index, move in enumerate(step.moves):
+        if move.communicates and any(axes.sizes[axis] > 1 for axis in move.over):
+            yield index, move

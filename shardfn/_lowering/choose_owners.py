@@ -22,9 +22,9 @@ from shardfn._core.limits import (
     STATIONARY_SHARE,
 )
 from shardfn._core.phases import UPDATE
-from shardfn._core.plan import BodyPlan, Reshard, communicating_moves
+from shardfn._core.plan import BodyPlan, Reshard
 from shardfn._core.program import Node, Program, number_of
-from shardfn._core.sent_bytes import Made, Sent, sent
+from shardfn._core.sent_bytes import Made, Sent, communicating_moves, sent
 from shardfn._core.sharding import Axes
 from shardfn._core.shown_limits import SHOWN_LEAVES
 from shardfn._core.sizes import nbytes

@@ -164,14 +164,16 @@ class ControlFlow:
             for j in region.stacks
         ]
 
-        def iteration(carry: Any, x: Any, made: Any = ()) -> tuple[Any, Any]:
+        def iteration(carry: Any, x: Any, made: Any = ()) -> tuple[Any, ...]:
             if node.backward and node.is_unrolled:
                 leaves, tree = jax.tree.flatten(x)  # or it shares the forward's gathers
                 x = tree.unflatten(barrier(*leaves, *carry)[: len(leaves)])
             out = run(*consts, *carry, *x, *made)
-            exports = out[len(node.outputs) :]
+            end = len(node.outputs) + len(step.exports)
             made = cast_all(out[n_carry : len(node.outputs)], stacked)
-            return tuple(out[:n_carry]), (*made, *exports)
+            ys = (*made, *out[len(node.outputs) : end])
+            handed = (out[end:],) if step.ahead else ()
+            return tuple(out[:n_carry]), ys, *handed
 
         def taken_ahead(ahead: Ahead) -> AheadPart:
             used = {ref for s in ahead.part.run[0] for ref in reads(s)}
@@ -183,6 +185,8 @@ class ControlFlow:
                     ahead.part, [*consts, *[None] * n_carry, *slices]
                 ),
                 frozenset(i for i, ref in enumerate(scanned) if ref in used),
+                tuple(scanned.index(ref) for ref in ahead.tied),
+                ahead.handed,
             )
 
         run_scan = lax.scan

@@ -83,6 +83,14 @@ OPTIONS = (
         (("xla_gpu_experimental_parallel_collective_overlap_limit", 4),),
         slices=True,
     ),
+    # All that a loop gathers in turn may be in flight. Where less may, XLA waits for
+    # one before the next begins. Which is first, the plan says.
+    CompilerOption(
+        "gpu",
+        (("xla_gpu_experimental_parallel_collective_overlap_limit", 8),),
+        slices=True,
+        in_turn=True,
+    ),
     # Each sum of a loop's iteration begins when it can. Combined, all would begin with
     # the last one; those of less, such as norms' scales, still are.
     CompilerOption(

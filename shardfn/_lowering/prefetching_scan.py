@@ -25,15 +25,20 @@ class AheadPart:
       lead: how many iterations ahead it runs.
       make: from slices of what is scanned over to what the body gets.
       reads: which slices it reads; others are None.
+      tied: those of them that the body is given, too, and hands on; as it does, `make`
+        gets them.
+      handed: whether the body is given what is made, and hands it on.
     """
 
     lead: int
     make: Callable[[Arrays], Arrays]
     reads: frozenset[int]
+    tied: tuple[int, ...] = ()
+    handed: bool = False
 
 
 def scan_ahead(
-    body: Callable[[Arrays, Arrays, Arrays], tuple[Arrays, Arrays]],
+    body: Callable[[Arrays, Arrays, Arrays], tuple[Arrays, Arrays, Arrays]],
     *,
     parts: Sequence[AheadPart],
     init: Arrays,
@@ -42,7 +47,8 @@ def scan_ahead(
     reverse: bool,
     unroll: Any,
 ) -> tuple[Arrays, Arrays]:
-    """Scans `body(carry, x, made)`, where `made` is what all parts make of `x`.
+    """Scans `body(carry, x, made)`, where `made` is what all parts make of `x`, and
+    behind it what of a later iteration the body hands on.
 
     The first `lead` iterations' values are made in front of the loop, once its carries
     are there: a loop that goes back over the same layers must not share them. The last
@@ -50,7 +56,7 @@ def scan_ahead(
     cannot leave out a collective now and then and still overlap it.
 
     Args:
-      body: one iteration.
+      body: one iteration: the carries, what is stacked, and what is handed on.
       parts: what runs ahead.
       init: the carries.
       xs: what is scanned over.
@@ -62,33 +68,38 @@ def scan_ahead(
       The last carries and the stacked results.
     """
 
-    def made(part: AheadPart, iteration: Any, after: Arrays = ()) -> tuple[Any, ...]:
+    def sliced(part: AheadPart, iteration: Any) -> list[Any]:
         at = jnp.minimum(iteration, length - 1)
         at = length - 1 - at if reverse else at
-        slices = [
+        return [
             jax.tree.map(
                 lambda leaf: lax.dynamic_index_in_dim(leaf, at, keepdims=False),
                 x if i in part.reads else None,
             )
             for i, x in enumerate(xs)
         ]
-        if after:
-            read, treedef = jax.tree.flatten(slices)
-            read = barrier(*read, *after)[: len(read)]
-            slices = jax.tree.unflatten(treedef, read)
-        return tuple(part.make(slices))
+
+    def first(part: AheadPart, iteration: Any) -> Arrays:
+        read, treedef = jax.tree.flatten(sliced(part, iteration))
+        read = barrier(*read, *init)[: len(read)]
+        return part.make(jax.tree.unflatten(treedef, read))
 
     def iteration(carry: Any, x: Any) -> tuple[Any, Any]:
         carry, queues, number = carry
-        coming = [made(part, number + part.lead) for part in parts]
-        carry, ys = body(carry, x, [value for queue in queues for value in queue[0]])
+        coming = [_Coming(part, sliced(part, number + part.lead)) for part in parts]
+        ready = [value for queue in queues for value in queue[0]]
+        carry, ys, handed = body(
+            carry, x, [*ready, *(y for c in coming for y in c.given)]
+        )
+        rest = iter(handed)
         queues = tuple(
-            (*queue[1:], values) for queue, values in zip(queues, coming, strict=True)
+            (*queue[1:], tuple(c.made([next(rest) for _ in c.given])))
+            for c, queue in zip(coming, queues, strict=True)
         )
         return (tuple(carry), queues, number + 1), tuple(ys)
 
     queues = tuple(
-        tuple(made(part, jnp.int32(k), after=init) for k in range(part.lead))
+        tuple(tuple(first(part, jnp.int32(k))) for k in range(part.lead))
         for part in parts
     )
     (carry, *_), ys = lax.scan(
@@ -100,3 +111,25 @@ def scan_ahead(
         unroll=unroll,
     )
     return carry, ys
+
+
+class _Coming:
+    """What an iteration makes for a later one.
+
+    Attributes:
+      given: what the body gets of it.
+    """
+
+    def __init__(self, part: AheadPart, slices: list[Any]) -> None:
+        self.part, self.slices = part, slices
+        self.given = [slices[i] for i in part.tied]
+        if part.handed:
+            self.given = list(part.make(slices))
+
+    def made(self, handed: Arrays) -> Arrays:
+        """It, given what the body has handed on."""
+        if self.part.handed:
+            return handed
+        for i, value in zip(self.part.tied, handed, strict=True):
+            self.slices[i] = value
+        return self.part.make(self.slices)

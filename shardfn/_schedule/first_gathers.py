@@ -2,44 +2,70 @@
 
 In: the plan of a loop's body. Out: the plan, in which a gather says so if, in the order
 of the program, its value is used before a matrix product reads what another product
-with a weight has made. Only products of their own kind are in front of these.
+with a weight has made. Only products of their own kind are in front of these. Of loops
+that gather in turn, so do all that are used before the largest, and all small ones.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from shardfn._core.equation_flops import flops_of
+from shardfn._core.limits import CHAINED_BYTES
 from shardfn._core.plan import BodyPlan, Ref, Reshard, Step, reads
 from shardfn._core.program import Node, Program
 from shardfn._schedule.bodies import Site, given_to
+from shardfn._schedule.first_uses import moved_whole, uses_in
 
 
-def mark_first_gathers(program: Program, body: BodyPlan) -> BodyPlan:
+def mark_first_gathers(program: Program, body: BodyPlan, in_turn: bool) -> BodyPlan:
     """Marks the gathers of the state's leaves that a body uses first.
 
     Args:
       program: the body's program.
       body: its plan.
+      in_turn: whether its loop gathers in turn. The first gather that an iteration
+        makes is then to be its largest, since a compiler begins that first, and none of
+        the small ones are to wait behind a large one.
 
     Returns:
       The plan; calls in it have marks, too, bodies of loops in it none.
     """
     visit = _Visit()
     visit.body(program, body, (), {})
-    return _marked(program, body, (), visit.used)
+    used, small = visit.used, 0
+    if in_turn:
+        used = used | set(_before_largest(program, body))
+        small = CHAINED_BYTES
+    return _marked(program, body, (), used, small)
+
+
+def _before_largest(program: Program, body: BodyPlan) -> Iterator[Site]:
+    """What is used before the products with the largest weights."""
+    for each in uses_in(program, body, {}):
+        sizes = [uses.size for uses in each.uses]
+        for uses in each.uses[: sizes.index(max(sizes))] if sizes else ():
+            for ref in frozenset[Ref]().union(*uses.gathers):
+                yield each.within, ref
 
 
 def _marked(
-    program: Program, body: BodyPlan, within: tuple[int, ...], used: set[Site]
+    program: Program,
+    body: BodyPlan,
+    within: tuple[int, ...],
+    used: set[Site],
+    small: int,
 ) -> BodyPlan:
+    """A body in which these gathers have marks, and all of less than `small` bytes."""
     steps: list[Step] = []
     for step in body.steps:
         if isinstance(step, Reshard):
-            if (within, step.result) in used:
+            is_small = step.gathers_state and moved_whole(step) < small
+            if is_small or (within, step.result) in used:
                 step = replace(step, used_first=True)
         elif (node := program.nodes[step.node]).is_call:
             first, *others = step.bodies
-            inner = _marked(node.bodies[0], first, (*within, step.node), used)
+            calls = (*within, step.node)
+            inner = _marked(node.bodies[0], first, calls, used, small)
             step = replace(step, bodies=(inner, *others))
         steps.append(step)
     return replace(body, steps=tuple(steps))

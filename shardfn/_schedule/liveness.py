@@ -290,7 +290,8 @@ class Liveness:
         waiting = delayed_sums(node, step, self.axes) if self.heap.delays_sums else 0
         program = node.bodies[-1] if node.bodies else self.program
         carried = (
-            ahead.lead * version_bytes(program, ahead.part, ref, self.axes)
+            (ahead.lead + ahead.handed)
+            * version_bytes(program, ahead.part, ref, self.axes)
             for ahead in step.ahead
             for ref in ahead.part.exports
         )

@@ -19,22 +19,24 @@ def moved_bytes(program: Program, step: Reshard, axes: Axes) -> int:
 
 def exported(node: Node, step: Apply, axes: Axes) -> Iterator[tuple[Ref, int]]:
     """What a call or a loop hands out besides its results, which a loop stacks; what is
-    a result, too, takes nothing more."""
+    a result, too, takes nothing more. What a loop hands on to itself comes last."""
     if not step.exports:
         return
     rounds = node.times or 1
     program, body = node.bodies[-1], step.bodies[-1]
-    for ref, made in zip(step.exports, body.exports, strict=True):
+    for ref, made in zip(step.exports, body.exports, strict=False):
         size = 0 if made in body.outputs else version_bytes(program, body, made, axes)
         yield ref, size * rounds
 
 
 def version_bytes(program: Program, body: BodyPlan, ref: Ref, axes: Axes) -> int:
-    """What a version that a body makes takes of a device; none if it comes in."""
+    """What a version that a body makes takes of a device; none if it comes in, or is
+    one that only waits."""
     for step in body.steps:
         if isinstance(step, Reshard):
             if ref == step.result:
-                return moved_bytes(program, step, axes)
+                waits = len(step.path) == 1
+                return 0 if waits else moved_bytes(program, step, axes)
             continue
         node = program.nodes[step.node]
         if ref in step.exports:

@@ -1,22 +1,28 @@
 """Makes a loop over layers gather its weights in the order of their use.
 
-In: a plan. Out: the plan, in which a loop that sends for about as long as it computes
-begins its gathers in turn. XLA for GPUs begins a gather so early that, by its figures,
-it ends when it is used. It does not know that one waits for another, and takes H100s'
-network for half as fast as it is; so it begins the largest ones first, and the first
-product of a layer waits for weights that the last one needs. Here a gather waits for a
-product that is computed a while before its own. XLA knows the network of later GPUs.
+In: a plan. Out: the plan, in which a loop that sends for about as long as it computes,
+or one of which gathers run ahead, begins its gathers in turn. XLA for GPUs begins a
+gather so early that, by its figures, it ends when it is used. It does not know that one
+waits for another, and takes H100s' network for half as fast as it is; so it begins the
+largest ones first, and the first product of a layer waits for weights that the last one
+needs. Here a gather waits for a product that is computed a while before its own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step, reads
-from shardfn._core.program import Program
+from shardfn._core.plan import Ahead, Apply, BodyPlan, Ref, Reshard, Step, reads
+from shardfn._core.program import Node, Program
 from shardfn._core.reasons import Note, noted
 from shardfn._core.sharding import Axes
-from shardfn._schedule.balanced_loops import FirstUses, first_uses, is_balanced
-from shardfn._schedule.bodies import inside
+from shardfn._schedule.balanced_loops import (
+    hides_transfers,
+    is_balanced,
+    scattered_sums,
+)
+from shardfn._schedule.bodies import given_to, inside
+from shardfn._schedule.coming_gathers import behind_products, in_front_of_sums
+from shardfn._schedule.first_uses import first_uses, gathered_ahead, waits_for
 
 IN_TURN = Note(
     "order_gathers",
@@ -24,14 +30,41 @@ IN_TURN = Note(
     "(limits.BALANCED_FLOPS), most of it of large weights (limits.BALANCED_BYTES) and "
     "parts (limits.SUMS_PART), not too much for one operand (limits.BALANCED_SHARE)",
 )
+AHEAD = Note(
+    "order_gathers",
+    "begins in turn, as the loop computes for about as long as it sends "
+    "(limits.BALANCED_FLOPS), most of it of large weights (limits.BALANCED_BYTES) and "
+    "parts (limits.SUMS_PART), and has its first weights gathered ahead",
+)
+HIDDEN = Note(
+    "order_gathers",
+    "begins in turn, as the loop computes for longer than it sends (limits.SUMS_FLOPS) "
+    "between hosts, most of it of large parts (limits.SUMS_PART), and has its first "
+    "weights gathered ahead",
+)
+
+
+def gathers_ahead(node: Node, loop: Apply, axes: Axes) -> bool:
+    """Whether the first gathers of a loop are to run ahead, and the others in turn."""
+    return axes.hides_network and _why_in_turn(node, loop, axes, ahead=True) is not None
+
+
+def _why_in_turn(node: Node, loop: Apply, axes: Axes, ahead: bool) -> Note | None:
+    """Why the gathers of a loop begin in turn, given whether some run ahead."""
+    if node.kind != "scan" or node.is_unrolled or not axes.times_transfers:
+        return None
+    if is_balanced(node, loop, axes, ahead):
+        return AHEAD if ahead else IN_TURN
+    return HIDDEN if ahead and hides_transfers(node, loop, axes) else None
 
 
 def order_gathers(program: Program, body: BodyPlan, axes: Axes) -> BodyPlan:
-    """Orders the gathers of loops that send for about as long as they compute.
+    """Orders the gathers of loops that send for about as long as they compute, and of
+    those that compute for longer and of which the first gathers run ahead.
 
     Args:
       program: the program.
-      body: its plan; a loop of which something runs ahead stays as it is.
+      body: its plan; a loop of which more than the first runs ahead stays as it is.
       axes: the mesh axes.
 
     Returns:
@@ -44,13 +77,36 @@ def order_gathers(program: Program, body: BodyPlan, axes: Axes) -> BodyPlan:
     steps: list[Step] = []
     for step in body.steps:
         if isinstance(step, Apply):
-            node = program.nodes[step.node]
-            is_loop = node.kind == "scan" and not node.is_unrolled and not step.ahead
-            if is_loop and is_balanced(node, step, axes):
-                ordered = _in_turn(node.bodies[0], step.bodies[0])
-                step = replace(step, bodies=(ordered,))
+            step = _ordered(program.nodes[step.node], step, axes)
         steps.append(step)
     return replace(body, steps=tuple(steps))
+
+
+def _ordered(node: Node, loop: Apply, axes: Axes) -> Apply:
+    """A node, in turn if it is such a loop."""
+    runs_ahead = bool(loop.ahead)
+    note = _why_in_turn(node, loop, axes, runs_ahead)
+    if note is None:
+        return loop
+    (program,), ahead = node.bodies, gathered_ahead(loop)
+    if runs_ahead:
+        if not axes.hides_network or not all(map(_is_first, loop.ahead)):
+            return loop
+        waits_for_network = note is AHEAD and scattered_sums(node, loop)
+        place = in_front_of_sums if waits_for_network else behind_products
+        loop = place(node, loop, note)
+    return replace(loop, bodies=(_in_turn(program, loop.bodies[0], ahead, note),))
+
+
+def _is_first(ahead: Ahead) -> bool:
+    """Whether what runs ahead is what the next iteration uses first."""
+    return ahead.lead == 1 and all(map(_gathers_first, ahead.part.steps))
+
+
+def _gathers_first(step: Step) -> bool:
+    if isinstance(step, Reshard):
+        return step.used_first or not step.gathers_state
+    return all(_gathers_first(each) for body in step.bodies for each in body.steps)
 
 
 def orders_gathers(body: BodyPlan) -> bool:
@@ -63,39 +119,29 @@ def orders_gathers(body: BodyPlan) -> bool:
     )
 
 
-def _in_turn(program: Program, body: BodyPlan) -> BodyPlan:
+def _in_turn(
+    program: Program, body: BodyPlan, ahead: Mapping[Ref, int], note: Note
+) -> BodyPlan:
     """A body, and the calls in it, in which gathers wait for products."""
     steps: list[Step] = []
     for step in body.steps:
         if isinstance(step, Apply) and (node := program.nodes[step.node]).is_call:
-            inner = _in_turn(node.bodies[0], step.bodies[0])
-            step = replace(step, bodies=(inner, *step.bodies[1:]))
+            (called,), (inner, *others) = node.bodies, step.bodies
+            given = given_to(called, step, ahead)
+            inner = _in_turn(called, inner, given, note)
+            step = replace(step, bodies=(inner, *others))
         steps.append(step)
     body = replace(body, steps=tuple(steps))
-    return _waiting(program, body, _waits(first_uses(program, body)))
+    uses, waits = first_uses(program, body, ahead), dict[Ref, Ref]()
+    for at, later in enumerate(uses):
+        if (token := waits_for(uses, at)) is not None:
+            waits.update(dict.fromkeys(frozenset[Ref]().union(*later.gathers), token))
+    return _waiting(program, body, waits, note)
 
 
-def _waits(uses: Sequence[FirstUses]) -> dict[Ref, Ref]:
-    """What each gather but the first ones waits for.
-
-    Those that are used second wait for the first product, or if that is alone for its
-    gather, others for the last product of those used two before them. So each has the
-    products between beside it.
-    """
-    waits: dict[Ref, Ref] = {}
-    for at, later in enumerate(uses[1:], 1):
-        first = uses[0]
-        if at > 1:
-            token = uses[at - 2].results[-1]
-        elif len(first.results) > 1:
-            token = first.results[0]
-        else:
-            token = min(first.gathers[0], key=lambda ref: (ref.value, ref.version))
-        waits.update(dict.fromkeys(frozenset[Ref]().union(*later.gathers), token))
-    return waits
-
-
-def _waiting(program: Program, body: BodyPlan, waits: dict[Ref, Ref]) -> BodyPlan:
+def _waiting(
+    program: Program, body: BodyPlan, waits: Mapping[Ref, Ref], note: Note
+) -> BodyPlan:
     """A body whose gathers stand right behind what they wait for, in front of all that
     uses it."""
     pending = {
@@ -103,7 +149,7 @@ def _waiting(program: Program, body: BodyPlan, waits: dict[Ref, Ref]) -> BodyPla
             step,
             after=waits[step.result],
             in_turn=True,
-            notes=noted(step, IN_TURN),
+            notes=noted(step, note),
         )
         for step in body.steps
         if isinstance(step, Reshard) and step.result in waits

@@ -107,7 +107,7 @@ PASSES = (
     SchedulePass("quantize_moves", quantize),
     SchedulePass("feed_back", feed_back),
     SchedulePass("share_gathers", lambda p, b, control, axes: _gathers(p, b, control)),
-    SchedulePass("prefetch", lambda p, b, control, axes: prefetch(p, b, control)),
+    SchedulePass("prefetch", prefetch),
     SchedulePass("bucket", lambda p, b, control, axes: bucket(p, b, control)),
     SchedulePass(
         "keep_quantized",

@@ -4,6 +4,7 @@ In: a plan whose scans gather what they scan over. Out: the plan, in which these
 and the casts in front of them run ahead of the rest of the body: the loop carries the
 coming layers' gathered weights, so that they cross the wire while a layer computes. So
 do activations that the step's own code copies from the host: they cross its link.
+"auto" takes the first weights ahead in loops that gather in turn (`order_gathers`).
 """
 
 from collections.abc import Mapping
@@ -11,13 +12,15 @@ from dataclasses import dataclass, field, replace
 
 from shardfn._core.control import Control
 from shardfn._core.memories import HOST, space_of
-from shardfn._core.option_values import FIRST, Prefetch
+from shardfn._core.option_values import AUTO, FIRST, Prefetch
 from shardfn._core.plan import Ahead, Apply, BodyPlan, Ref, Reshard, Step, reads
 from shardfn._core.program import Node, Program, aval_of
 from shardfn._core.reasons import Note, noted
 from shardfn._core.regions import span
+from shardfn._core.sharding import Axes
 from shardfn._schedule.bodies import given_to
 from shardfn._schedule.first_gathers import mark_first_gathers
+from shardfn._schedule.order_gathers import gathers_ahead
 from shardfn._schedule.versions import fresh
 
 NOT_FIRST = Note(
@@ -27,13 +30,58 @@ NOT_FIRST = Note(
 )
 
 
-def prefetch(program: Program, body: BodyPlan, control: Control) -> BodyPlan:
+AUTO_FIRST = Note(
+    "prefetch",
+    "gathered ahead, as of loops that gather in turn is what comes before the largest "
+    "weights, and what is small (limits.CHAINED_BYTES; prefetch='auto')",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What is asked of the gathers of one loop.
+
+    Attributes:
+      control: what is asked of each leaf.
+      of_itself: whether "auto" takes the loop's first weights ahead.
+    """
+
+    control: Control
+    of_itself: bool
+
+    def of(self, program: Program, step: Reshard) -> Prefetch:
+        """What is asked of a move; 0 of one that gathers nothing of the state."""
+        if not step.gathers_state:
+            return 0
+        leaf = self.control.of(*program.leaf(step.source.value))
+        if leaf.prefetch != AUTO:
+            return leaf.prefetch
+        is_free = not leaf.offload and not any(step.written)
+        return FIRST if self.of_itself and is_free else 0
+
+    def lead(self, program: Program, step: Reshard) -> int:
+        """How many iterations ahead a move runs, if that can be; 0 in its own."""
+        asked = self.of(program, step)
+        return int(step.used_first) if asked == FIRST else int(asked)
+
+    def note(self, program: Program, step: Reshard) -> Note:
+        """Why a move runs ahead."""
+        asked = self.control.of(*program.leaf(step.source.value)).prefetch
+        if asked == AUTO:
+            return AUTO_FIRST
+        return Note("prefetch", f"gathered ahead, as prefetch={asked!r} asks")
+
+
+def prefetch(
+    program: Program, body: BodyPlan, control: Control, axes: Axes
+) -> BodyPlan:
     """Takes gathers of scanned weights ahead, in every scan of a plan.
 
     Args:
       program: the program.
       body: its scheduled plan.
       control: how many iterations ahead each leaf is gathered.
+      axes: the mesh axes.
 
     Returns:
       The plan.
@@ -43,7 +91,7 @@ def prefetch(program: Program, body: BodyPlan, control: Control) -> BodyPlan:
         if isinstance(step, Apply) and step.bodies:
             node = program.nodes[step.node]
             inner = zip(node.bodies, step.bodies, strict=True)
-            bodies = tuple(prefetch(p, plan, control) for p, plan in inner)
+            bodies = tuple(prefetch(p, plan, control, axes) for p, plan in inner)
             step = replace(step, bodies=bodies)
             if node.kind == "scan" and not node.is_unrolled:
                 (region,), arguments = node.regions, node.bodies[0].inputs
@@ -51,22 +99,22 @@ def prefetch(program: Program, body: BodyPlan, control: Control) -> BodyPlan:
                 constants = span(arguments, region.constants)
                 sliced = [*map(Ref, scanned), *step.bodies[0].imports]
                 given = {Ref(v): False for v in constants} | dict.fromkeys(sliced, True)
-                step = _scan(node.bodies[0], step, given, control)
+                asked = _Asked(control, gathers_ahead(node, step, axes))
+                step = _scan(node.bodies[0], step, given, asked)
         steps.append(step)
     return replace(body, steps=tuple(steps))
 
 
 def _scan(
-    program: Program, step: Apply, given: Mapping[Ref, bool], control: Control
+    program: Program, step: Apply, given: Mapping[Ref, bool], asked: _Asked
 ) -> Apply:
-    body = mark_first_gathers(program, step.bodies[0])
-    body, ahead = _explained(program, body, control), []
-    for asked in sorted(_leads(program, body, control)):
-        part, body = _Part(program, body, control, asked).take(given)
-        lead = min(asked, (step.times or 1) - 1)
+    body = mark_first_gathers(program, step.bodies[0], asked.of_itself)
+    body, ahead = _explained(program, body, asked), []
+    for lead in sorted(_leads(program, body, asked)):
+        part, body = _Part(program, body, asked, lead).take(given)
         if part.exports:
             part = replace(part, imports=step.bodies[0].imports)
-            ahead.append(Ahead(lead, part))
+            ahead.append(Ahead(min(lead, (step.times or 1) - 1), part))
     return replace(step, bodies=(body,), ahead=tuple(ahead))
 
 
@@ -81,42 +129,28 @@ def _comes_from_host(program: Program, node: Node) -> bool:
     return space_of(HOST) in before - after
 
 
-def _asked(program: Program, step: Reshard, control: Control) -> Prefetch:
-    """What is asked of a move; 0 of one that gathers nothing of the state."""
-    if not step.gathers_state:
-        return 0
-    return control.of(*program.leaf(step.source.value)).prefetch
-
-
-def _lead(program: Program, step: Reshard, control: Control) -> int:
-    """How many iterations ahead a move runs, if that can be; 0 in its own."""
-    asked = _asked(program, step, control)
-    return int(step.used_first) if asked == FIRST else int(asked)
-
-
-def _explained(program: Program, body: BodyPlan, control: Control) -> BodyPlan:
+def _explained(program: Program, body: BodyPlan, asked: _Asked) -> BodyPlan:
     """A body whose gathers say why "first", which they are asked, leaves them."""
     steps: list[Step] = []
     for step in body.steps:
         if isinstance(step, Reshard):
-            is_asked = _asked(program, step, control) == FIRST
-            if is_asked and not step.used_first:
+            if asked.of(program, step) == FIRST and not step.used_first:
                 step = replace(step, notes=noted(step, NOT_FIRST))
         elif (node := program.nodes[step.node]).kind == "remat":
-            inner = _explained(node.bodies[0], step.bodies[0], control)
+            inner = _explained(node.bodies[0], step.bodies[0], asked)
             step = replace(step, bodies=(inner,))
         steps.append(step)
     return replace(body, steps=tuple(steps))
 
 
-def _leads(program: Program, body: BodyPlan, control: Control) -> set[int]:
+def _leads(program: Program, body: BodyPlan, asked: _Asked) -> set[int]:
     """How many iterations ahead the gathers of a body are asked to run, if any."""
     found: set[int] = set()
     for step in body.steps:
         if isinstance(step, Reshard):
-            found.add(_lead(program, step, control))
+            found.add(asked.lead(program, step))
         elif (node := program.nodes[step.node]).kind == "remat":
-            found |= _leads(node.bodies[0], step.bodies[0], control)
+            found |= _leads(node.bodies[0], step.bodies[0], asked)
     return found - {0}
 
 
@@ -126,7 +160,7 @@ class _Part:
 
     program: Program
     body: BodyPlan
-    control: Control
+    asked: _Asked
     lead: int
     ahead: list[Step] = field(default_factory=list)
     rest: list[Step] = field(default_factory=list)
@@ -154,12 +188,11 @@ class _Part:
         return part, rest
 
     def move(self, step: Reshard, known: dict[Ref, bool]) -> None:
-        is_asked = _lead(self.program, step, self.control) == self.lead
+        is_asked = self.asked.lead(self.program, step) == self.lead
         is_known = all(ref in known for ref in reads(step))
         differs = known.get(step.source, False)
         if is_asked and differs and is_known:
-            asked = _asked(self.program, step, self.control)
-            note = Note("prefetch", f"gathered ahead, as prefetch={asked!r} asks")
+            note = self.asked.note(self.program, step)
             self.ahead.append(replace(step, notes=noted(step, note)))
             self.exports.append(step.result)
         else:
@@ -182,7 +215,7 @@ class _Part:
 
     def remat(self, step: Apply, program: Program, known: dict[Ref, bool]) -> Apply:
         """A remat that imports what its body gathered, if that can run ahead."""
-        inner = _Part(program, step.bodies[0], self.control, self.lead)
+        inner = _Part(program, step.bodies[0], self.asked, self.lead)
         part, rest = inner.take(given_to(program, step, known))
         if not part.exports:
             return step

@@ -82,7 +82,7 @@ def _undelayed(node: Node, loop: Apply, axes: Axes) -> Apply:
     size = sum(each.size for each in sums)
     parts = sum(each.size for each in sums if each.part >= SUMS_PART)
     computes_more = total >= SUMS_FLOPS * size and 2 * parts >= size
-    if not computes_more and not is_balanced(node, loop, axes):
+    if not computes_more and not is_balanced(node, loop, axes, bool(loop.ahead)):
         body = _marked(body, _ending(total, sums, size), ENDS)
         return replace(loop, bodies=(body,))
     body = _marked(body, set(scattered), _hidden(int(total / size), computes_more))

@@ -19,15 +19,10 @@ from shardfn._core.memories import HOST
 from shardfn._core.moves import AllGather
 from shardfn._core.offloading import OffloadChoice
 from shardfn._core.phases import UPDATE
-from shardfn._core.plan import (
-    Apply,
-    BodyPlan,
-    Ref,
-    Reshard,
-    communicating_moves,
-)
+from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard
 from shardfn._core.program import Program
 from shardfn._core.quantized import SCALE_BYTES
+from shardfn._core.sent_bytes import communicating_moves
 from shardfn._core.sharding import Axes, Sharding, Split
 from shardfn._core.sizes import is_key_name, key_word
 from shardfn._core.step_order import together

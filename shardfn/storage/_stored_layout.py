@@ -21,6 +21,7 @@ from shardfn._core.automatic_axes import (
     full_spec,
 )
 from shardfn._core.control import NOTHING_ASKED, Control
+from shardfn._core.device_coords import slices_of
 from shardfn._core.errors import ShardingError, called
 from shardfn._core.leaves import Leaf, leaf_name
 from shardfn._core.memories import HOST, kind_of
@@ -242,6 +243,7 @@ def axes_over(mesh: Mesh, names: tuple[str, ...], control: Control) -> Axes:
         reads_apart=compat.reads_inside_matmuls(device.platform),
         times_transfers=compat.times_transfers(device),
         misjudges_network=compat.misjudges_network(device),
+        hides_network=compat.hides_network(device) and slices_of(mesh.devices.flat) > 1,
     )
     return replace(axes, groups=tuple(sorted(control.on(axes).groups)))
 

@@ -172,7 +172,7 @@ def test_unrolled_layers_are_left_alone() -> None:
     state = {"layers": [{"up": (16, 32), "down": (32, 16)}] * LAYERS, "head": (16, 8)}
     plans = [
         str(shard_fn(train("unrolled_remat"), mesh, state, ROWS, prefetch=asked).plan)
-        for asked in ("first", 0)
+        for asked in ("first", "auto")
     ]
     assert plans[0].replace("\nprefetch: 'first'", "") == plans[1]
 
@@ -180,7 +180,7 @@ def test_unrolled_layers_are_left_alone() -> None:
 @pytest.mark.parametrize("value", ["last", True, -1, 1.0])
 def test_other_values_are_refused(value: Any) -> None:
     with pytest.raises(
-        shardfn.ShardingError, match="an integer that is not negative, 'first'"
+        shardfn.ShardingError, match="an integer that is not negative, 'first', 'auto'"
     ):
         sharded(attention, value)
 

@@ -74,6 +74,14 @@ def misjudges_network(device: Any) -> bool:
     return device.device_kind.startswith("NVIDIA H100")
 
 
+def hides_network(device: Any) -> bool:
+    """Whether a loop that computes `limits.SUMS_FLOPS` for each byte that it sends
+    between hosts computes for longer than it sends: on GPUs of compute capability 9
+    (Hopper). Later ones compute faster, and have about the same network."""
+    capability = getattr(device, "compute_capability", None)
+    return str(capability).partition(".")[0] == "9"
+
+
 def bound_platform() -> tuple[str, bool]:
     """The platform that the surrounding `shard_map` is for, as far as JAX knows it, and
     whether some axes of its mesh are automatic."""

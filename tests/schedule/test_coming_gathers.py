@@ -1,0 +1,335 @@
+"""In: loops over layers that gather in turn, on GPUs of several hosts, by default. Out:
+what comes before a layer's largest weights is gathered an iteration ahead, and so is
+what is small; these gathers begin behind a product, and where the network is what the
+loop waits for in front of its sums. The numbers are the same.
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compilers import aot
+from jax import lax
+from plan_helpers import Sharded, cpu_mesh, shard_fn
+
+from shardfn._core import compat
+from shardfn._core.plan import Apply, BodyPlan, Reshard
+from shardfn._core.program import Program
+from shardfn._schedule import (
+    balanced_loops,
+    coming_gathers,
+    first_gathers,
+    first_uses,
+    order_gathers,
+    undelayed_sums,
+)
+from shardfn.analysis import targets
+from shardfn.storage import _stored_layout
+from shardfn.testing import assert_parity
+
+LAYERS, WIDTH, WIDE = 5, 32, 128
+AHEAD = {"scale", "q", "k", "v", "o", "bias"}
+"""What comes before the largest, and what is small."""
+COMBINES = "xla_gpu_reduce_scatter_combine_threshold_bytes"
+IN_FLIGHT = "xla_gpu_experimental_parallel_collective_overlap_limit"
+
+
+def layer(h: jax.Array, w: Any) -> tuple[jax.Array, None]:
+    """As a transformer's: products of one operand, of theirs, and the two widest."""
+    w = {name: x.astype(h.dtype) for name, x in w.items()}
+    y = h * w["scale"]
+    q, k, v = (y @ w[name] for name in "qkv")
+    h = h + (jnp.tanh(q * k) + v) @ w["o"]
+    return h + jnp.tanh(h @ w["up"] + w["bias"]) @ w["down"], None
+
+
+def state_of(width: int = WIDTH, wide: int = WIDE) -> dict[str, tuple[int, ...]]:
+    square = dict.fromkeys("qkvo", (LAYERS, width, width))
+    wides = {"up": (LAYERS, width, wide), "down": (LAYERS, wide, width)}
+    return {**square, **wides, "scale": (LAYERS, width), "bias": (LAYERS, wide)}
+
+
+def plain_step(remat: bool = True, dtype: Any = jnp.float32):
+    body = jax.checkpoint(layer, prevent_cse=False) if remat else layer
+
+    def step(state, x):
+        def loss_fn(state):
+            h, _ = lax.scan(body, x.astype(dtype), state)
+            return jnp.mean(h.astype(jnp.float32) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(state)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, state, grads), loss
+
+    return step
+
+
+@contextmanager
+def in_turn(balanced: bool) -> Iterator[None]:
+    """Takes CPU devices for GPUs of two hosts, and any loop for one that is balanced,
+    or that computes for longer than it sends."""
+    most = 10**9 if balanced else 0
+    sums: dict[str, Any] = {"SUMS_FLOPS": most, "SUMS_PART": 1}
+    least: dict[str, Any] = {
+        "BALANCED_FLOPS": 0,
+        "BALANCED_BYTES": 1,
+        "BALANCED_SHARE": 1,
+    }
+    with (
+        mock.patch.object(compat, "misjudges_network", lambda device: balanced),
+        mock.patch.object(compat, "hides_network", lambda device: True),
+        mock.patch.object(_stored_layout, "slices_of", lambda devices: 2),
+        mock.patch.multiple(balanced_loops, **sums, **least),
+        mock.patch.multiple(undelayed_sums, **sums),
+        mock.patch.object(first_uses, "CHAINED_BYTES", 2 * WIDTH * WIDTH),
+        mock.patch.object(first_gathers, "CHAINED_BYTES", 2 * WIDTH * WIDTH),
+        mock.patch.object(coming_gathers, "CHAINED_BYTES", 2 * WIDTH * WIDTH),
+    ):
+        yield
+
+
+def sharded(remat: bool = True, rows: int = 64, devices: int = 8, **options) -> Sharded:
+    options = {"stationary": False} | options
+    step = plain_step(remat, options.pop("dtype", jnp.float32))
+    return shard_fn(step, cpu_mesh(devices), state_of(), (rows, WIDTH), **options)
+
+
+def loops(case: Sharded) -> list[tuple[Program, Apply]]:
+    """The loops of a plan, in order, with the program of their body."""
+    states, batch = case.step._divide((case.state, case.batch), {})
+    planned = case.step.programs.planned(*case.step.storage.leaves(states), batch)
+    nodes = planned.program.nodes
+    return [
+        (nodes[step.node].bodies[0], step)
+        for step in planned.body.steps
+        if isinstance(step, Apply) and nodes[step.node].kind == "scan"
+    ]
+
+
+def _leaves(program: Program, body: BodyPlan) -> Iterator[str]:
+    """The leaves that a body, and calls in it, gather."""
+    for step in body.steps:
+        if isinstance(step, Reshard):
+            if step.gathers_state:
+                yield program.leaf(step.source.value)[0]
+        elif (node := program.nodes[step.node]).is_call:
+            yield from _leaves(node.bodies[0], step.bodies[0])
+
+
+def ahead_of(program: Program, loop: Apply) -> set[str]:
+    return {name for part in loop.ahead for name in _leaves(program, part.part)}
+
+
+@pytest.mark.parametrize("balanced", [True, False])
+def test_what_comes_before_the_largest_and_what_is_small_runs_ahead(balanced) -> None:
+    with in_turn(balanced):
+        forward, backward = loops(sharded())
+    for program, loop in (forward, backward):
+        assert ahead_of(program, loop) == AHEAD
+        assert {*_leaves(program, loop.bodies[0])} == {"up", "down"}
+
+
+def test_other_loops_and_devices_are_left_alone() -> None:
+    everything = {*AHEAD, "up", "down"}
+    for patched in ("hides_network", "slices"):
+        one_host = mock.patch.object(_stored_layout, "slices_of", lambda devices: 1)
+        others = mock.patch.object(compat, "hides_network", lambda device: False)
+        with in_turn(False), one_host if patched == "slices" else others:
+            for program, loop in loops(sharded()):
+                assert not loop.ahead
+                assert {*_leaves(program, loop.bodies[0])} == everything
+    with in_turn(False), mock.patch.object(balanced_loops, "SUMS_FLOPS", 10**9):
+        assert not any(loop.ahead for _, loop in loops(sharded()))
+
+
+def test_on_one_host_what_is_asked_ahead_is_in_no_turn() -> None:
+    with in_turn(True), mock.patch.object(compat, "hides_network", lambda device: 0):
+        case = sharded(prefetch="first")
+        assert all(loop.ahead for _, loop in loops(case))
+        assert not order_gathers.orders_gathers(case.plan.body)
+        alone = sharded()
+        assert order_gathers.orders_gathers(alone.plan.body)
+        assert not any(loop.ahead for _, loop in loops(alone))
+
+
+def test_operands_share_the_network_if_their_weights_are_ahead() -> None:
+    """Where nothing runs ahead, products of one operand may not need too much."""
+    for prefetch in ("auto", 0):
+        with in_turn(True), mock.patch.object(balanced_loops, "BALANCED_SHARE", 0):
+            case = sharded(prefetch=prefetch)
+            is_ordered = order_gathers.orders_gathers(case.plan.body)
+        assert is_ordered == (prefetch == "auto")
+
+
+@pytest.mark.parametrize(
+    ("prefetch", "expected"),
+    [(0, set()), (1, {*AHEAD, "up", "down"}), ({"q": 0, "*": "auto"}, AHEAD - {"q"})],
+)
+def test_what_is_asked_counts(prefetch, expected) -> None:
+    with in_turn(False):
+        found = [ahead_of(*each) for each in loops(sharded(prefetch=prefetch))]
+    assert found == [expected] * 2
+
+
+def order(program: Program, body: BodyPlan) -> list[str]:
+    """Products and sums of a body and of calls in it, and what waits between them."""
+    made: list[str] = []
+    for step in body.steps:
+        if isinstance(step, Reshard):
+            if step.in_turn and len(step.path) == 1:
+                made.append("coming")
+            elif step.gradient and step.path[0] != step.path[-1]:
+                made.append("sum")
+            continue
+        node = program.nodes[step.node]
+        if node.is_call:
+            made += order(node.bodies[0], step.bodies[0])
+        elif node.kind == "op" and node.eqn.primitive.name == "dot_general":
+            made.append("product")
+    return made
+
+
+def test_they_wait_for_a_product() -> None:
+    """The last but one of a layer's in a forward pass."""
+    with in_turn(False):
+        (program, forward), (_, backward) = loops(sharded())
+    ties = order(program, forward.bodies[0])
+    count = sum(len(each.tied) for each in forward.ahead)
+    assert ties == ["product"] * 5 + ["coming"] * count + ["product"]
+    assert count == len(AHEAD)
+    assert all(each.tied and not each.handed for each in backward.ahead)
+
+
+def test_sums_of_balanced_loops_wait_for_them() -> None:
+    with in_turn(True):
+        (_, forward), (program, backward) = loops(sharded())
+    assert all(each.tied and not each.handed for each in forward.ahead)
+    assert all(each.handed and not each.tied for each in backward.ahead)
+    ties = order(program, backward.bodies[0])
+    assert ties.count("coming") == len(AHEAD)
+    first = ties.index("coming")
+    assert ties[first : first + len(AHEAD) + 1] == ["coming"] * len(AHEAD) + ["sum"]
+    assert "product" in ties[first:]
+
+
+@pytest.mark.parametrize("remat", [True, False])
+@pytest.mark.parametrize("balanced", [True, False])
+@pytest.mark.parametrize("devices", [8, 6])
+def test_numbers_are_those_of_the_plain_step(devices, balanced, remat) -> None:
+    """Rows and widths that six devices do not divide, too."""
+    state, batch = values(rows=48)
+    with in_turn(balanced):
+        case = sharded(remat, rows=48, devices=devices)
+        assert order_gathers.orders_gathers(case.plan.body)
+        options = {"stationary": False, "min_size": 0}
+        assert_parity(
+            plain_step(remat), cpu_mesh(devices), state, batch, steps=3, **options
+        )
+
+
+def values(rows: int) -> tuple[Any, Any]:
+    rng = np.random.default_rng(0)
+    state = {
+        k: (rng.standard_normal(shape) / 7).astype(np.float32)
+        for k, shape in state_of().items()
+    }
+    return state, rng.standard_normal((rows, WIDTH)).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gather_dtype": {"o": "int8"}, "quantize_block": 4},
+        {"offload": {"q": "host"}},
+        {"bucket_bytes": 2**12},
+        {"reshard_after_forward": False},
+        {"reduce_dtype": "float32", "gather_dtype": "bfloat16"},
+    ],
+)
+@pytest.mark.parametrize("balanced", [True, False])
+def test_other_options_compose(balanced, options) -> None:
+    state, batch = values(rows=64)
+    with in_turn(balanced):
+        made = []
+        for prefetch in ("auto", 0):
+            case = sharded(prefetch=prefetch, **options)
+            stored, losses = case.step.shard(state), []
+            for _ in range(3):
+                stored, loss = case.step(stored, batch)
+                losses.append(loss)
+            made.append((case.step.unshard(stored), losses))
+        named = (options.get(name, ()) for name in ("gather_dtype", "offload"))
+        left = {leaf for each in named if isinstance(each, dict) for leaf in each}
+        for program, loop in loops(sharded(**options)):
+            assert ahead_of(program, loop).isdisjoint(left)
+    for a, b in zip(*map(jax.tree.leaves, made), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_the_plan_says_why_and_what_it_sends() -> None:
+    with in_turn(False):
+        case = sharded()
+        plan = case.plan
+        compiled = case.step.lower(case.state, case.batch).compile()
+    said = str(plan.explain("o"))
+    assert "before the largest" in said and "prefetch='auto'" in said
+    assert "limits.SUMS_FLOPS" in str(plan.explain("down"))
+    gathers = [c for c in plan.collectives if c.op == "all_gather"]
+    assert {c.times for c in gathers if c.path == "o"} == {LAYERS + 1}
+    assert {c.times for c in gathers if c.path == "down"} == {LAYERS}
+    assert plan.verify(compiled).ok
+
+
+def test_what_waits_is_used_behind_its_barrier() -> None:
+    """Of a barrier, a compiler drops what nothing uses, and with it the tie."""
+    with in_turn(True):
+        case = sharded()
+        text = case.step.lower(case.state, case.batch).as_text()
+    found = re.findall(r"(%\d+):2 = stablehlo.optimization_barrier", text)
+    assert len(found) >= 2 * len(AHEAD)
+    for tie in found:
+        assert re.search(rf"{tie}#1\b", text) and re.search(rf"{tie}#0\b", text), tie
+
+
+def compiled_for(target: str, tokens: int = 4096, **options) -> Any:
+    mesh = targets.mesh(target)
+    rows = mesh.size * tokens
+    step = plain_step(dtype=jnp.bfloat16)
+    case = shard_fn(step, mesh, state_of(8192, 4 * 8192), (rows, 8192), **options)
+    return case.step.on(target, case.state, case.batch)
+
+
+@pytest.mark.parametrize(
+    ("target", "tokens"),
+    [aot("h100:64", 2048), aot("h100:64", 4096), aot("h200:64", 4096)],
+)
+def test_the_compiled_step_waits_less(target, tokens) -> None:
+    """Than with nothing ahead."""
+    ahead = compiled_for(target, tokens)
+    none = compiled_for(target, tokens, prefetch=0)
+    assert ahead.verification.ok
+    options = dict(ahead.compiler_options)
+    print(
+        target,
+        tokens,
+        ahead.step_seconds,
+        none.step_seconds,
+        ahead.exposed_seconds,
+        none.exposed_seconds,
+        ahead.memory.temporary / 2**30,
+        none.memory.temporary / 2**30,
+    )
+    assert options[IN_FLIGHT] == 8 and COMBINES in options
+    assert ahead.exposed_seconds < 0.7 * none.exposed_seconds
+    assert ahead.step_seconds < none.step_seconds
+
+
+@pytest.mark.parametrize("target", [aot("h100:8"), aot("b200:64")])
+def test_gpus_of_one_host_and_later_ones_are_left_alone(target) -> None:
+    report = compiled_for(target)
+    assert not any(c.used_first and c.times > LAYERS for c in report.plan.collectives)
