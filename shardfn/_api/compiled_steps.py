@@ -76,8 +76,12 @@ class Programs:
 
     def planned(self, leaves: tuple[Leaf, ...], treedef: Any, batch: Rest) -> Planned:
         axes = self.storage.axes
-        if self.latencies == "predicted" or NETWORK_FLAG in set_elsewhere():
-            axes = replace(axes, misjudges_network=False)
+        told = NETWORK_FLAG in set_elsewhere()
+        axes = replace(
+            axes,
+            misjudges_network=axes.misjudges_network and not told,
+            profiled=self.latencies == "predicted",
+        )
         batch_leaves, batch_tree = self.storage.batch_leaves(batch)
         split = self.plain.split(batch, batch_leaves, axes, (leaves, treedef))
         planned = self.plain.planned(

@@ -80,7 +80,8 @@ class Axes:
     `cannot_sum` names the dtypes that the compiler cannot sum over these devices.
     `reads_apart` says that each use of a quantized value should read the bytes itself.
     `times_transfers` says that the compiler delays sums of loops, and schedules
-    transfers by how long they take; `misjudges_network`, that it takes them for longer.
+    transfers by how long they take; `misjudges_network`, that it takes them for longer;
+    `profiled`, that it is given how long each takes.
     `hides_network` says that what a loop sends between hosts can take as long as what
     it computes, if it computes `limits.SUMS_FLOPS` for each byte.
     `kinds` are what the axes are for: the default ones, if none are given.
@@ -95,6 +96,7 @@ class Axes:
     times_transfers: bool = field(default=True, repr=False)
     misjudges_network: bool = field(default=False, repr=False)
     hides_network: bool = field(default=False, repr=False)
+    profiled: bool = field(default=False, repr=False)
     kinds: tuple[AxisKind, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:

@@ -66,9 +66,10 @@ def is_balanced(node: Node, loop: Apply, axes: Axes, ahead: bool) -> bool:
       ahead: whether an iteration gathers for the next one.
 
     Returns:
-      Whether it is one, and the compiler would order its moves by wrong figures.
+      Whether it is one, and the compiler would order its moves by wrong figures; that
+      one transfer waits for another it never knows, unless it is given a profile.
     """
-    if not axes.misjudges_network:
+    if axes.profiled or not (axes.misjudges_network or ahead):
         return False
     traffic = _traffic(node, loop, axes)
     size = traffic.size
