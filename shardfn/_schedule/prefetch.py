@@ -7,6 +7,7 @@ do activations that the step's own code copies from the host: they cross its lin
 "auto" takes the first weights ahead in loops that gather in turn (`order_gathers`).
 """
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -43,20 +44,25 @@ class _Asked:
 
     Attributes:
       control: what is asked of each leaf.
+      axes: the mesh axes.
+      on_host: the leaves that live on the host.
       of_itself: whether "auto" takes the loop's first weights ahead.
     """
 
     control: Control
-    of_itself: bool
+    axes: Axes
+    on_host: frozenset[str]
+    of_itself: bool = False
 
     def of(self, program: Program, step: Reshard) -> Prefetch:
         """What is asked of a move; 0 of one that gathers nothing of the state."""
         if not step.gathers_state:
             return 0
-        leaf = self.control.of(*program.leaf(step.source.value))
-        if leaf.prefetch != AUTO:
-            return leaf.prefetch
-        is_free = not leaf.offload and not any(step.written)
+        names = program.leaf(step.source.value)
+        asked = self.control.of(*names).prefetch
+        if asked != AUTO:
+            return asked
+        is_free = self.on_host.isdisjoint(names) and not any(step.written)
         return FIRST if self.of_itself and is_free else 0
 
     def lead(self, program: Program, step: Reshard) -> int:
@@ -86,12 +92,18 @@ def prefetch(
     Returns:
       The plan.
     """
+    on_host = (program.leaf(program.inputs[i]) for i in body.on_host)
+    names = frozenset(itertools.chain.from_iterable(on_host))
+    return _in_scans(program, body, _Asked(control, axes, names))
+
+
+def _in_scans(program: Program, body: BodyPlan, asked: _Asked) -> BodyPlan:
     steps: list[Step] = []
     for step in body.steps:
         if isinstance(step, Apply) and step.bodies:
             node = program.nodes[step.node]
             inner = zip(node.bodies, step.bodies, strict=True)
-            bodies = tuple(prefetch(p, plan, control, axes) for p, plan in inner)
+            bodies = tuple(_in_scans(p, plan, asked) for p, plan in inner)
             step = replace(step, bodies=bodies)
             if node.kind == "scan" and not node.is_unrolled:
                 (region,), arguments = node.regions, node.bodies[0].inputs
@@ -99,8 +111,8 @@ def prefetch(
                 constants = span(arguments, region.constants)
                 sliced = [*map(Ref, scanned), *step.bodies[0].imports]
                 given = {Ref(v): False for v in constants} | dict.fromkeys(sliced, True)
-                asked = _Asked(control, gathers_ahead(node, step, axes))
-                step = _scan(node.bodies[0], step, given, asked)
+                here = replace(asked, of_itself=gathers_ahead(node, step, asked.axes))
+                step = _scan(node.bodies[0], step, given, here)
         steps.append(step)
     return replace(body, steps=tuple(steps))
 
