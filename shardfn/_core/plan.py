@@ -36,15 +36,13 @@ class Reshard:
       path: shardings from the first to the last, neighbours one move apart.
       shape: global shape of the value.
       dtype: name of the dtype on the wire; usually the value's own.
-      written: how the value is quantized over each mesh axis, of this dtype in front of
-        it and behind it; empty if it is not.
+      written: how the value is quantized over each mesh axis; empty if it is not.
       in_bits: what it makes stays quantized.
       residual: a version that it makes, too: what quantizing took from its terms.
       itemsize: bytes per element.
       during: its pass; stored: whether this gathers a value of the stored state.
       gradient: whether it moves what a backward pass makes, or is linear in it.
-      after: the version that the move waits for, so that one that comes again is not
-        merged with the first.
+      after: the version that the move waits for.
       auto: how automatic mesh axes split the value, which moves part by part.
       together: what the first of several neighbours makes that are one collective.
       used_first: of a gather in a loop: its first products use it (`first_gathers`).
@@ -129,8 +127,7 @@ class Apply:
       exports: versions made of what that body exports: a scan stacks it.
       ahead: parts of a scan's body that run in an earlier iteration. What they export,
         the body imports, after what the scan imports.
-      early: operands that the barrier of a remat does not hold: their gathers wait for
-        what the body imports.
+      early: operands outside of a remat's barrier: their gathers wait for imports.
       narrow: results that a scan stacks before its body casts them (`narrow_stacks`).
       after: an op on literals alone waits for this version to exist.
     """
@@ -264,6 +261,7 @@ class BodyPlan:
       output_shardings: its shardings.
       imports: versions that come in besides the arguments.
       exports: versions that are handed out besides the outputs.
+      handed: of a loop's, versions that a later iteration gets (`Ahead`).
       on_host: arguments that arrive in the host's memory.
       to_host: outputs that leave there.
       aliased: outputs that are written over arguments, if those are donated.
@@ -276,6 +274,7 @@ class BodyPlan:
     output_shardings: tuple[Sharding, ...]
     imports: tuple[Ref, ...] = ()
     exports: tuple[Ref, ...] = ()
+    handed: tuple[Ref, ...] = ()
     on_host: frozenset[int] = frozenset()
     to_host: frozenset[int] = frozenset()
     aliased: frozenset[int] = frozenset()
@@ -287,6 +286,12 @@ class BodyPlan:
         if self.host is not None:
             return self.host.steps, self.host.outputs
         return self.steps, self.outputs
+
+    @property
+    def leaving(self) -> frozenset[Ref]:
+        """All versions that leave it."""
+        outputs = (ref for ref in self.run[1] if ref is not None)
+        return frozenset((*outputs, *self.exports, *self.handed))
 
     @property
     def falls_back(self) -> bool:
@@ -301,9 +306,8 @@ class BodyPlan:
 class Ahead:
     """Steps of a scan's body that run `lead` iterations ahead of the others.
 
-    `part` reads only what the scan goes through, its constants and what is imported; it
-    has no outputs, only exports. The body imports `tied` of what the part reads, or if
-    `handed` what it exports, and exports it again, behind or in front of what it does.
+    `part` reads what the scan goes through, its constants and imports, and exports. The
+    body imports what of it is `tied`, or if `handed` what it exports, and hands it on.
     """
 
     lead: int

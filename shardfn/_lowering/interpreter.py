@@ -62,7 +62,7 @@ def emit(
       apart: mesh axes along which devices run it on different rows of the batch.
 
     Returns:
-      Local blocks, sharded as `plan.output_shardings` says, then what it exports.
+      Local blocks, as `plan.output_shardings` says, exports and what is handed on.
     """
     with compat.broadcasts_ranks():
         return _Run(program, plan, axes, place, apart).run(args)
@@ -100,8 +100,8 @@ class _Run:
         self.constants()
         inputs = (*map(Ref, program.inputs), *self.plan.imports)
         self.env.update(zip(inputs, args, strict=True))
-        steps, leaving = self.plan.run
-        last_use = last_uses(steps, (*leaving, *self.plan.exports))
+        steps, _ = self.plan.run
+        last_use = last_uses(steps, tuple(self.plan.leaving))
         for index, step in enumerate(steps):
             if isinstance(step, Reshard):
                 self.reshard(index)
@@ -113,7 +113,8 @@ class _Run:
                 self.env.pop(ref, None)
                 self.copies.pop(ref, None)
         outputs = [self.output(j) for j in range(len(program.outputs))]
-        return [*outputs, *(self.env[ref] for ref in self.plan.exports)]
+        others = (*self.plan.exports, *self.plan.handed)
+        return [*outputs, *(self.env[ref] for ref in others)]
 
     def output(self, j: int) -> jax.Array:
         """What is returned in place `j`, of the type that the program gives it. What

@@ -26,8 +26,7 @@ def live_bytes(program: Program, body: BodyPlan, axes: Axes) -> int:
     last: dict[Ref, int] = {}
     for i, step in enumerate(body.steps):
         last.update(dict.fromkeys(reads(step), i))
-    last.update((ref, len(body.steps)) for ref in body.outputs if ref is not None)
-    last.update((ref, len(body.steps)) for ref in body.exports)
+    last.update(dict.fromkeys(body.leaving, len(body.steps)))
     ends: dict[int, int] = {}
     live = most = 0
     for i, step in enumerate(body.steps):

@@ -263,7 +263,7 @@ class _Around:
     def freed(self, index: int) -> list[Ref]:
         """Operands of a step in front of the loop that nothing else reads behind it;
         what is stored, or handed out, is there in any case."""
-        stays = {*self.body.outputs, *self.body.exports}
+        stays = self.body.leaving
         return [
             ref
             for ref in dict.fromkeys(reads(self.body.steps[index]))

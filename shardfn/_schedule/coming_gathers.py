@@ -21,68 +21,124 @@ from shardfn._schedule.first_uses import gathered_ahead, moved_whole, uses_in, w
 from shardfn._schedule.versions import fresh
 
 
-def behind_products(node: Node, loop: Apply, note: Note) -> Apply:
-    """A loop whose gathers for the next iteration wait for a product of this one.
-
-    They are used after all that this one gathers. So they wait for what one more gather
-    of it would wait for.
+def among_the_rest(node: Node, loop: Apply, note: Note, in_front: bool) -> Apply:
+    """A loop whose gathers for the next iteration have their place in this one.
 
     Args:
       node: the loop.
       loop: its plan.
       note: why.
+      in_front: whether they are to come in front of its sums, if it has large ones, and
+        not only behind a product.
 
     Returns:
       The plan; the same if no product comes in front of the last.
     """
+    site = _first_large_sum(node, loop) if in_front else None
+    if site is None or any(_stays_in_bits(each.part) for each in loop.ahead):
+        return _behind_product(node, loop, note)
+    (program,), (body,) = node.bodies, loop.bodies
+    for each in loop.ahead:
+        values = [ref.value for ref in each.part.exports]
+        tie = _InFront(site[1], note).tie
+        body, made = _through(program, body, values, site, tie)
+        body = replace(body, handed=(*body.handed, *made))
+    ahead = tuple(replace(each, handed=True) for each in loop.ahead)
+    return replace(loop, bodies=(body,), ahead=ahead)
+
+
+def _behind_product(node: Node, loop: Apply, note: Note) -> Apply:
+    """A loop whose gathers for the next iteration wait for what one more gather of this
+    one would wait for, if that is a product."""
     (program,), (body,), (region,) = node.bodies, loop.bodies, node.regions
     every = uses_in(program, body, gathered_ahead(loop))
-    most = max(every, key=lambda each: len(each.uses))
+    may_import = [each for each in every if _are_remats(program, body, each.within)]
+    most = max(may_import, key=lambda each: len(each.uses))
     token = waits_for(most.uses, len(most.uses))
-    if token is None:
+    if token is None or not any(token in each.results for each in most.uses):
         return loop
+    slices = {
+        Ref(program.inputs[i]): _Kind.of(program, program.inputs[i], body.inputs[i])
+        for i in region.slices
+    }
     ahead: list[Ahead] = []
     for each in loop.ahead:
-        read = {ref for step in each.part.steps for ref in reads(step)}
-        inputs = [i for i in region.slices if Ref(program.inputs[i]) in read]
-        values = [program.inputs[i] for i in inputs]
-        kinds = [
-            _Kind.of(program, v, body.inputs[i])
-            for v, i in zip(values, inputs, strict=True)
-        ]
-        site = most.within, token
-        body = _through(program, body, values, site, _Behind(token, kinds, note).tie)
-        ahead.append(replace(each, tied=tuple(map(Ref, values))))
+        known = _gathered_of(program, each.part)
+        known = {r: k for r, k in known.items() if r in each.part.imports} | {
+            ref: slices[ref] for ref in known if ref in slices
+        }
+        values, site = [ref.value for ref in known], (most.within, token)
+        tie = _Behind(token, [*known.values()], note).tie
+        body, made = _through(program, body, values, site, tie)
+        body = replace(body, handed=(*body.handed, *made))
+        ahead.append(replace(each, tied=tuple(known)))
     return replace(loop, bodies=(body,), ahead=tuple(ahead))
 
 
-def in_front_of_sums(node: Node, loop: Apply, note: Note) -> Apply:
-    """A loop whose first large sum waits for what is gathered for the next iteration.
+def _are_remats(program: Program, body: BodyPlan, within: tuple[int, ...]) -> bool:
+    """Whether the calls around something can import: those of custom derivatives, which
+    are left in steps without gradients, do not."""
+    for at in within:
+        if program.nodes[at].kind != "remat":
+            return False
+        program = program.nodes[at].bodies[0]
+    return True
 
-    Args:
-      node: the loop.
-      loop: its plan.
-      note: why.
 
-    Returns:
-      The plan; the same if it has no such sum.
-    """
-    (program,), (body,) = node.bodies, loop.bodies
+def _gathered_of(program: Program, part: BodyPlan) -> "dict[Ref, _Kind]":
+    """What comes in of which a part makes what its gathers move, and what it is like;
+    left out if it is an import from which more than a move is made."""
+    found: dict[Ref, _Kind] = {}
+    made_of: dict[Ref, frozenset[Ref]] = {}
+
+    def note(moved: Ref, kind: _Kind) -> None:
+        for ref in made_of.get(moved, {moved}):
+            if ref == moved:
+                found[ref] = kind
+            elif not ref.version:
+                found[ref] = _Kind.of(program, ref.value, kind.sharding)
+
+    for step in part.steps:
+        read = frozenset[Ref]().union(*(made_of.get(r, {r}) for r in reads(step)))
+        if isinstance(step, Reshard):
+            if step.gathers_state:
+                kind = _Kind.of(program, step.source.value, step.path[0])
+                note(step.source, kind)
+            made_of[step.result] = read
+            continue
+        node = program.nodes[step.node]
+        if node.is_call:
+            (called,), (inner,) = node.bodies, step.bodies
+            names = (*map(Ref, called.inputs), *inner.imports)
+            outside = dict(zip(names, (*step.operands, *step.imports), strict=True))
+            for ref, kind in _gathered_of(called, inner).items():
+                if (given := outside.get(ref)) is not None:
+                    note(given, kind)
+        made_of |= dict.fromkeys((*map(Ref, node.outputs), *step.exports), read)
+    return found
+
+
+def _stays_in_bits(part: BodyPlan) -> bool:
+    """Whether what a part gathers stays quantized: a barrier takes arrays alone."""
+    return any(
+        step.in_bits
+        if isinstance(step, Reshard)
+        else any(map(_stays_in_bits, step.bodies))
+        for step in part.steps
+    )
+
+
+def _first_large_sum(node: Node, loop: Apply) -> Site | None:
+    """The first sum of an iteration that may wait, of those that are large."""
     sums = {
         site
         for site, each in scattered_sums(node, loop).items()
         if moved_whole(each.step) >= CHAINED_BYTES
         and each.step.after is None
         and each.step.together is None
+        and _are_remats(node.bodies[0], loop.bodies[0], site[0])
     }
-    site = next(_in_order(program, body, (), sums), None)
-    if site is None:
-        return loop
-    for each in loop.ahead:
-        values = [ref.value for ref in each.part.exports]
-        body = _through(program, body, values, site, _InFront(site[1], note).tie)
-    ahead = tuple(replace(each, handed=True) for each in loop.ahead)
-    return replace(loop, bodies=(body,), ahead=ahead)
+    return next(_in_order(node.bodies[0], loop.bodies[0], (), sums), None)
 
 
 def _in_order(
@@ -104,8 +160,9 @@ Ties = Callable[[Program, BodyPlan, Sequence[Ref]], tuple[BodyPlan, Sequence[Ref
 
 def _through(
     program: Program, body: BodyPlan, values: Sequence[int], site: Site, tie: Ties
-) -> BodyPlan:
-    """A body that imports more, and exports it as `tie` leaves it where the site is.
+) -> tuple[BodyPlan, Sequence[Ref]]:
+    """A body that imports more, and calls in it that do and export it, as `tie` leaves
+    it where the site is.
 
     Args:
       program: the body's program.
@@ -115,7 +172,7 @@ def _through(
       tie: what is done there.
 
     Returns:
-      The plan.
+      The plan, and what it has become there.
     """
     given = list[Ref]()
     for value in values:
@@ -123,15 +180,15 @@ def _through(
         body = replace(body, imports=(*body.imports, given[-1]))
     within, ref = site
     if not within:
-        body, made = tie(program, body, given)
-        return replace(body, exports=(*body.exports, *made))
+        return tie(program, body, given)
     steps: list[Step] = []
     made = list[Ref]()
     for step in body.steps:
         if isinstance(step, Apply) and step.node == within[0]:
             (called,), (inner,) = program.nodes[step.node].bodies, step.bodies
             names = [called.inputs[0]] * len(values)
-            inner = _through(called, inner, names, (within[1:], ref), tie)
+            inner, last = _through(called, inner, names, (within[1:], ref), tie)
+            inner = replace(inner, exports=(*inner.exports, *last))
             known = body
             for value in values:
                 made.append(fresh(known, value))
@@ -143,7 +200,7 @@ def _through(
                 exports=(*step.exports, *made),
             )
         steps.append(step)
-    return replace(body, steps=tuple(steps), exports=(*body.exports, *made))
+    return replace(body, steps=tuple(steps)), made
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,7 +115,8 @@ def waits_for(uses: Sequence[FirstUses], at: int) -> Ref | None:
       at: which of them; their number for one more behind them.
 
     Returns:
-      It; None for the first that this iteration gathers.
+      It: a product, or of the second of two the first's gather. None for the first that
+      this iteration gathers.
     """
     if at <= sum(each.ahead for each in uses):
         return None

@@ -163,7 +163,7 @@ def _take_in_operands(
     for index, step in enumerate(body.steps):
         for ref in reads(step):
             users.setdefault(ref, set()).add(index)
-    leaving = {ref for ref in (*body.outputs, *body.exports) if ref is not None}
+    leaving = body.leaving
     cluster_of = {index: cluster for cluster in clusters for index in cluster.ops}
     for index in reversed(range(len(body.steps))):
         step = body.steps[index]

@@ -31,11 +31,8 @@ def scanned(program: Program, step: Step, host: Collection[Ref]) -> frozenset[Re
         return frozenset()
     slices, every = node.sliced(step.operands), reads(step)
     arguments = node.sliced(node.bodies[0].inputs)
-    out = {
-        ref
-        for plan in (*step.bodies, *(a.part for a in step.ahead))
-        for ref in plan.exports
-    }
+    every_plan = (*step.bodies, *(a.part for a in step.ahead))
+    out = {ref for plan in every_plan for ref in (*plan.exports, *plan.handed)}
     return frozenset(
         ref
         for ref, value in zip(slices, arguments, strict=True)
@@ -47,7 +44,7 @@ def scanned(program: Program, step: Step, host: Collection[Ref]) -> frozenset[Re
 def _unread(node: Node, step: Apply, host: Collection[Ref]) -> frozenset[Ref]:
     (body,), (plan,) = node.bodies, step.bodies
     inside = {ref for each in plan.steps for ref in reads(each)}
-    inside.update(ref for ref in (*plan.outputs, *plan.exports) if ref is not None)
+    inside |= plan.leaving
     given = [
         (ref, Ref(value) in inside)
         for ref, value in zip(step.operands, body.inputs, strict=True)

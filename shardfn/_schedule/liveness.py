@@ -61,7 +61,7 @@ class Liveness:
 
     def __post_init__(self) -> None:
         steps, outputs = self.body.run
-        self.out.update(r for r in (*outputs, *self.body.exports) if r is not None)
+        self.out.update(self.body.leaving)
         for step in steps:
             made = {ref: (step, size) for ref, size in self.makes(step)}
             self.made.update(made)

@@ -19,12 +19,12 @@ def moved_bytes(program: Program, step: Reshard, axes: Axes) -> int:
 
 def exported(node: Node, step: Apply, axes: Axes) -> Iterator[tuple[Ref, int]]:
     """What a call or a loop hands out besides its results, which a loop stacks; what is
-    a result, too, takes nothing more. What a loop hands on to itself comes last."""
+    a result, too, takes nothing more."""
     if not step.exports:
         return
     rounds = node.times or 1
     program, body = node.bodies[-1], step.bodies[-1]
-    for ref, made in zip(step.exports, body.exports, strict=False):
+    for ref, made in zip(step.exports, body.exports, strict=True):
         size = 0 if made in body.outputs else version_bytes(program, body, made, axes)
         yield ref, size * rounds
 

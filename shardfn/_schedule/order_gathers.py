@@ -15,13 +15,9 @@ from shardfn._core.plan import Ahead, Apply, BodyPlan, Ref, Reshard, Step, reads
 from shardfn._core.program import Node, Program
 from shardfn._core.reasons import Note, noted
 from shardfn._core.sharding import Axes
-from shardfn._schedule.balanced_loops import (
-    hides_transfers,
-    is_balanced,
-    scattered_sums,
-)
+from shardfn._schedule.balanced_loops import hides_transfers, is_balanced
 from shardfn._schedule.bodies import given_to, inside
-from shardfn._schedule.coming_gathers import behind_products, in_front_of_sums
+from shardfn._schedule.coming_gathers import among_the_rest
 from shardfn._schedule.first_uses import first_uses, gathered_ahead, waits_for
 
 IN_TURN = Note(
@@ -92,9 +88,7 @@ def _ordered(node: Node, loop: Apply, axes: Axes) -> Apply:
     if runs_ahead:
         if not axes.hides_network or not all(map(_is_first, loop.ahead)):
             return loop
-        waits_for_network = note is AHEAD and scattered_sums(node, loop)
-        place = in_front_of_sums if waits_for_network else behind_products
-        loop = place(node, loop, note)
+        loop = among_the_rest(node, loop, note, in_front=note is AHEAD)
     return replace(loop, bodies=(_in_turn(program, loop.bodies[0], ahead, note),))
 
 
@@ -142,17 +136,16 @@ def _in_turn(
 def _waiting(
     program: Program, body: BodyPlan, waits: Mapping[Ref, Ref], note: Note
 ) -> BodyPlan:
-    """A body whose gathers stand right behind what they wait for, in front of all that
-    uses it."""
-    pending = {
-        step.result: replace(
-            step,
-            after=waits[step.result],
-            in_turn=True,
-            notes=noted(step, note),
-        )
+    """A body whose gathers stand right behind what they wait for, in front of all else
+    that uses that."""
+    own = {
+        step.result: step
         for step in body.steps
         if isinstance(step, Reshard) and step.result in waits
+    }
+    pending = {
+        ref: replace(step, after=waits[ref], in_turn=True, notes=noted(step, note))
+        for ref, step in own.items()
     }
     steps: list[Step] = []
     made = {Ref(v) for v in program.inputs} | {Ref(v) for v, _ in program.constants}
@@ -174,6 +167,9 @@ def _waiting(
     rest = (s for s in body.steps if not isinstance(s, Apply) or s.node not in first)
     for step in (*ops, *rest):
         if not isinstance(step, Reshard) or step.result not in waits:
+            # What is read before what it would wait for waits for nothing.
+            for ref in [r for r in reads(step) if pending.pop(r, None) is not None]:
+                put(own[ref])
             put(step)
     return replace(body, steps=tuple(steps))
 

@@ -25,6 +25,7 @@ def without_moves(body: BodyPlan, instead: Mapping[Ref, Ref]) -> BodyPlan:
         ),
         outputs=tuple(None if ref is None else name(ref) for ref in body.outputs),
         exports=tuple(map(name, body.exports)),
+        handed=tuple(map(name, body.handed)),
     )
 
 

@@ -47,7 +47,7 @@ class _Counting:
     ) -> Needed:
         """Adds `times` runs of a body, `results` of which are read; its arguments that
         it reads."""
-        live = {body.outputs[i] for i in results} | {*body.exports}
+        live = {body.outputs[i] for i in results} | {*body.exports, *body.handed}
         joined: set[Ref | None] = set()
         for index in reversed(range(len(body.steps))):
             step = body.steps[index]

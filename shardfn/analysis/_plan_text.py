@@ -53,6 +53,8 @@ def plan_lines(
             yield f"{indent}  body {i}"
             yield from plan_lines(*inner, axes, f"{indent}    ")
     made = (*(ref for ref in outputs if ref is not None), *body.exports)
+    if body.handed:
+        yield f"{indent}hands on{''.join(f' {_name(ref)}' for ref in body.handed)}"
     yield f"{indent}returns{''.join(f' {_name(ref)}' for ref in made)}"
 
 

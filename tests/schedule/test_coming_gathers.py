@@ -173,8 +173,11 @@ def test_operands_share_the_network_if_their_weights_are_ahead() -> None:
 )
 def test_what_is_asked_counts(prefetch, expected) -> None:
     with in_turn(False):
-        found = [ahead_of(*each) for each in loops(sharded(prefetch=prefetch))]
+        case = sharded(prefetch=prefetch)
+        found = [ahead_of(*each) for each in loops(case)]
     assert found == [expected] * 2
+    # Of what is all ahead, nothing is left to be in turn.
+    assert order_gathers.orders_gathers(case.plan.body) == (0 < len(expected) < 8)
 
 
 def order(program: Program, body: BodyPlan) -> list[str]:
@@ -275,6 +278,124 @@ def test_other_options_compose(balanced, options) -> None:
             assert found or "reshard_after_forward" in options
     for a, b in zip(*map(jax.tree.leaves, made), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def adapters(h: jax.Array, w: Any) -> tuple[jax.Array, None]:
+    """Two small weights in front of the only large one."""
+    return h + jnp.tanh(jnp.tanh(h @ w["a"]) @ w["b"]) @ w["c"], None
+
+
+@jax.custom_vjp
+def mlp(h: jax.Array, ws: jax.Array) -> jax.Array:
+    for i in range(3):
+        h = jnp.tanh(h @ ws[i])
+    return h
+
+
+mlp.defvjp(
+    lambda h, ws: (mlp(h, ws), (h, ws)),
+    lambda kept, g: jax.vjp(lambda h, ws: jnp.tanh(h @ ws[0]) @ ws[1], *kept)[1](g),
+)
+
+
+def custom(h: jax.Array, w: Any) -> tuple[jax.Array, None]:
+    """Gathers are inside of a call that is left where nothing is differentiated."""
+    return h + mlp(h @ w["a"], w["c"]), None
+
+
+def sorted_first(h: jax.Array, w: Any) -> tuple[jax.Array, None]:
+    """What is used last in products is read before all of them."""
+    h = h + jnp.sum(jnp.sort(w["down"], axis=0)[3])
+    return layer(h, w)
+
+
+LAYERS_OF = {
+    "adapters": (adapters, {"a": (WIDTH, 4), "b": (4, WIDTH), "c": (WIDTH, WIDTH)}),
+    "custom": (custom, {"a": (WIDTH, WIDTH), "c": (3, WIDTH, WIDTH)}),
+    "sorted first": (sorted_first, {k: v[1:] for k, v in state_of().items()}),
+}
+
+
+@pytest.mark.parametrize("prefetch", ["auto", "first"])
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("balanced", [True, False])
+@pytest.mark.parametrize("kind", LAYERS_OF)
+def test_layers_of_other_forms(kind, balanced, trains, prefetch) -> None:
+    body, shapes = LAYERS_OF[kind]
+    rng = np.random.default_rng(0)
+    state = {
+        name: (rng.standard_normal((LAYERS, *shape)) / 7).astype(np.float32)
+        for name, shape in shapes.items()
+    }
+    batch = rng.standard_normal((64, WIDTH)).astype(np.float32)
+
+    def loss_fn(state, x):
+        return jnp.mean(lax.scan(body, x, state)[0] ** 2)
+
+    def step(state, x):
+        if not trains:
+            return state, loss_fn(state, x)
+        loss, grads = jax.value_and_grad(loss_fn)(state, x)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, state, grads), loss
+
+    options = {"stationary": False, "min_size": 0, "prefetch": prefetch}
+    with in_turn(balanced):
+        assert_parity(step, cpu_mesh(8), state, batch, steps=2, **options)
+
+
+def test_what_stays_in_bits_passes_no_barrier() -> None:
+    options = {"gather_dtype": {"q": "int8", "o": "int8"}, "quantize_block": 4}
+    state, batch = values(rows=64)
+    with in_turn(True):
+        case = sharded(prefetch="first", **options)
+        (_, backward) = loops(case)
+        assert ahead_of(*backward) >= {"q", "o"}
+        assert not any(each.handed for each in backward[1].ahead)
+        stored, loss = case.step(case.step.shard(state), batch)
+    assert np.isfinite(loss)
+    assert jax.tree.structure(stored) == jax.tree.structure(state)
+
+
+@pytest.mark.parametrize("remat", [True, False])
+def test_what_is_kept_in_part_is_tied_too(remat) -> None:
+    """The backward pass gathers what the forward pass has handed it."""
+    with in_turn(False):
+        _, (program, backward) = loops(sharded(remat, reshard_after_forward=2))
+    (ahead,) = backward.ahead
+    kept = set(ahead.tied) & set(ahead.part.imports)
+    assert len(kept) == len(ahead_of(program, backward)) == len(ahead.tied)
+
+
+def test_without_a_large_sum_they_wait_for_a_product() -> None:
+    """As of adapters beside frozen weights."""
+
+    def step(state, x):
+        def loss_fn(scales):
+            return jnp.mean(lax.scan(layer, x, {**state["w"], **scales})[0] ** 2)
+
+        grads = jax.grad(loss_fn)(state["scales"])
+        scales = jax.tree.map(lambda w, g: w - 0.1 * g, state["scales"], grads)
+        return {"w": state["w"], "scales": scales}, ()
+
+    shapes = state_of()
+    scales = {"scale": shapes.pop("scale")}
+    with in_turn(True):
+        state = {"w": shapes, "scales": scales}
+        case = shard_fn(step, cpu_mesh(8), state, (64, WIDTH), stationary=False)
+        _, (_, backward) = loops(case)
+    assert backward.ahead
+    assert all(each.tied and not each.handed for each in backward.ahead)
+
+
+def test_the_first_gather_of_an_iteration_waits_for_nothing() -> None:
+    with in_turn(False):
+        (program, forward), _ = loops(sharded())
+    waits = {
+        program.leaf(step.source.value)[0]: step.after
+        for step in forward.bodies[0].steps
+        if isinstance(step, Reshard) and step.gathers_state
+    }
+    assert waits["up"] is None and waits["down"] is not None
 
 
 def test_the_plan_says_why_and_what_it_sends() -> None:
