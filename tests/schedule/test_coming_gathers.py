@@ -303,10 +303,10 @@ def custom(h: jax.Array, w: Any) -> tuple[jax.Array, None]:
     return h + mlp(h @ w["a"], w["c"]), None
 
 
-def sorted_first(h: jax.Array, w: Any) -> tuple[jax.Array, None]:
-    """What is used last in products is read before all of them."""
-    h = h + jnp.sum(jnp.sort(w["down"], axis=0)[3])
-    return layer(h, w)
+def sorted_first(h: jax.Array, w: Any) -> tuple[jax.Array, jax.Array]:
+    """What is used last in products is read before all of them, for none of them."""
+    least = jnp.sum(jnp.sort(w["down"], axis=0)[3])
+    return layer(h, w)[0], least
 
 
 LAYERS_OF = {
@@ -330,7 +330,8 @@ def test_layers_of_other_forms(kind, balanced, trains, prefetch) -> None:
     batch = rng.standard_normal((64, WIDTH)).astype(np.float32)
 
     def loss_fn(state, x):
-        return jnp.mean(lax.scan(body, x, state)[0] ** 2)
+        h, others = lax.scan(body, x, state)
+        return jnp.mean(h**2) + (0 if others is None else jnp.mean(others))
 
     def step(state, x):
         if not trains:
@@ -385,6 +386,13 @@ def test_without_a_large_sum_they_wait_for_a_product() -> None:
         _, (_, backward) = loops(case)
     assert backward.ahead
     assert all(each.tied and not each.handed for each in backward.ahead)
+
+
+def test_what_more_is_asked_ahead_leaves_the_order_alone() -> None:
+    with in_turn(False):
+        case = sharded(prefetch={"up": 1, "*": "auto"})
+        assert not order_gathers.orders_gathers(case.plan.body)
+        assert all("up" in ahead_of(*each) for each in loops(case))
 
 
 def test_the_first_gather_of_an_iteration_waits_for_nothing() -> None:
