@@ -190,12 +190,14 @@ class LeafOptions(TypedDict, total=False):
             first products: of those that, in the order of the program, come before one
             that reads what another has made, such as the projections in front of
             attention. What an iteration begins with is then there, at the price of
-            these weights alone. "auto", the default: "first" in loops that gather in
-            turn, on Hopper GPUs of several hosts, and 0 in others. In unrolled layers a
-            number is a bound, which takes no further gathers: at most so many layers'
-            weights, or without `jax.checkpoint` so many weights, are gathered or in
-            flight beside those in use; 0, "first" and "auto" bound nothing. Try
-            "first", then 1, if a report says that the device waits for gathers.""",
+            these weights alone. "auto", the default: on Hopper GPUs of several hosts,
+            loops that can hide it gather what comes before a layer's largest weights
+            one layer ahead, and what is small, as they do with "first"; others gather
+            as with 0. In unrolled layers a number is a bound, which takes no further
+            gathers: at most so many layers' weights, or without `jax.checkpoint` so
+            many weights, are gathered or in flight beside those in use; 0, "first" and
+            "auto" bound nothing. Try "first", then 1, if a report says that the device
+            waits for gathers.""",
         ),
     ]
     bucket_bytes: Annotated[
