@@ -52,7 +52,7 @@ def _behind_product(node: Node, loop: Apply, note: Note) -> Apply:
     one would wait for, if that is a product."""
     (program,), (body,), (region,) = node.bodies, loop.bodies, node.regions
     every = uses_in(program, body, gathered_ahead(loop))
-    may_import = [each for each in every if _are_remats(program, body, each.within)]
+    may_import = [each for each in every if _are_remats(program, each.within)]
     most = max(may_import, key=lambda each: len(each.uses))
     token = waits_for(most.uses, len(most.uses))
     if token is None or not any(token in each.results for each in most.uses):
@@ -75,7 +75,7 @@ def _behind_product(node: Node, loop: Apply, note: Note) -> Apply:
     return replace(loop, bodies=(body,), ahead=tuple(ahead))
 
 
-def _are_remats(program: Program, body: BodyPlan, within: tuple[int, ...]) -> bool:
+def _are_remats(program: Program, within: tuple[int, ...]) -> bool:
     """Whether the calls around something can import: those of custom derivatives, which
     are left in steps without gradients, do not."""
     for at in within:
@@ -136,7 +136,7 @@ def _first_large_sum(node: Node, loop: Apply) -> Site | None:
         if moved_whole(each.step) >= CHAINED_BYTES
         and each.step.after is None
         and each.step.together is None
-        and _are_remats(node.bodies[0], loop.bodies[0], site[0])
+        and _are_remats(node.bodies[0], site[0])
     }
     return next(_in_order(node.bodies[0], loop.bodies[0], (), sums), None)
 
