@@ -55,8 +55,6 @@ CASES = {
     ),
     "gpt-66b, 2 rows": (replace(gpt(64, 9216), rows=2), ("h100:128",)),
     "llama-70b, 2 rows": (replace(LLAMA_70B, rows=2), ("h100:128",)),
-    "llama-7b, 2 rows": (LLAMA_7B, ("h100:64",)),
-    "gpt-1.3b, 4 rows": (GPT_1B, ("h100:8", "h100:64")),
 }
 FREE, IN_TURN, AHEAD = "XLA's order", "in turn", "ahead"
 COLUMNS = (
