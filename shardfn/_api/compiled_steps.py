@@ -76,10 +76,10 @@ class Programs:
 
     def planned(self, leaves: tuple[Leaf, ...], treedef: Any, batch: Rest) -> Planned:
         axes = self.storage.axes
-        told = NETWORK_FLAG in set_elsewhere()
+        has_rate = NETWORK_FLAG in set_elsewhere()
         axes = replace(
             axes,
-            misjudges_network=axes.misjudges_network and not told,
+            misjudges_network=axes.misjudges_network and not has_rate,
             profiled=self.latencies == "predicted",
         )
         batch_leaves, batch_tree = self.storage.batch_leaves(batch)
