@@ -19,9 +19,10 @@ from shardfn._core.limits import CHAINED_BYTES
 from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step, reading, reads
 from shardfn._core.program import Node, Program
 from shardfn._core.sharding import Axes, Sharding, is_unreduced
-from shardfn._core.sizes import itemsize, local_bytes
+from shardfn._core.sizes import local_bytes
 from shardfn._schedule.chain_reduce_scatters import scatters_alone
 from shardfn._schedule.open_order import is_constant
+from shardfn._schedule.versions import tied
 from shardfn._schedule.wire_dtypes import sums_gradient
 
 
@@ -303,13 +304,5 @@ class _Around:
         self.versions[ref.value] += 1
         result = Ref(ref.value, self.versions[ref.value])
         self.shardings[result] = self.shardings[ref]
-        return Reshard(
-            source=ref,
-            result=result,
-            path=(self.shardings[ref],),
-            shape=tuple(aval.shape),
-            dtype=str(aval.dtype),
-            itemsize=itemsize(aval),
-            during=self.program.nodes[self.node].during,
-            after=after,
-        )
+        during = self.program.nodes[self.node].during
+        return tied(ref, result, aval, self.shardings[ref], during, after)

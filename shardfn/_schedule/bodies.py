@@ -1,15 +1,15 @@
 """Takes a pass into the plans inside a plan.
 
 In: a program, its plan, and a pass over one body. Out: the plan, the bodies of its
-control flow rewritten by that pass; where versions are in calls of a body, and what is
-known of what a call is given.
+control flow rewritten by that pass; all moves in them; where versions are in calls of a
+body, and what is known of what a call is given.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
-from shardfn._core.plan import Apply, BodyPlan, Ref, Step
+from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step
 from shardfn._core.program import Program
 
 T = TypeVar("T")
@@ -32,6 +32,16 @@ def given_to(program: Program, call: Apply, known: Mapping[Ref, T]) -> dict[Ref,
     inputs = (*map(Ref, program.inputs), *call.bodies[0].imports)
     operands = zip(inputs, (*call.operands, *call.imports), strict=True)
     return {i: known[ref] for i, ref in operands if ref and ref in known}
+
+
+def all_moves(body: BodyPlan) -> Iterator[Reshard]:
+    """The moves of a plan and of the plans in it."""
+    for step in body.steps:
+        if isinstance(step, Reshard):
+            yield step
+        else:
+            for inner in step.bodies:
+                yield from all_moves(inner)
 
 
 def inside(

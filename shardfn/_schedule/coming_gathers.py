@@ -7,18 +7,21 @@ with the iteration, and what this one needs waits; or with its end, which then w
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 from shardfn._core.limits import CHAINED_BYTES
 from shardfn._core.plan import Ahead, Apply, BodyPlan, Ref, Reshard, Step, reads
 from shardfn._core.program import Node, Program
 from shardfn._core.reasons import Note
 from shardfn._core.sharding import Sharding
-from shardfn._core.sizes import itemsize
 from shardfn._schedule.balanced_loops import scattered_sums
-from shardfn._schedule.bodies import Site
+from shardfn._schedule.bodies import Site, all_moves
 from shardfn._schedule.first_uses import gathered_ahead, moved_whole, uses_in, waits_for
-from shardfn._schedule.versions import fresh
+from shardfn._schedule.versions import fresh_each, tied
+
+_Kind = tuple[Any, Sharding]
+"""What a value is like, and how it is sharded."""
 
 
 def among_the_rest(node: Node, loop: Apply, note: Note, in_front: bool) -> Apply:
@@ -35,7 +38,7 @@ def among_the_rest(node: Node, loop: Apply, note: Note, in_front: bool) -> Apply
       The plan; the same if no product comes in front of the last.
     """
     site = _first_large_sum(node, loop) if in_front else None
-    if site is None or any(_stays_in_bits(each.part) for each in loop.ahead):
+    if site is None or any(_stay_in_bits(each) for each in loop.ahead):
         return _behind_product(node, loop, note)
     (program,), (body,) = node.bodies, loop.bodies
     for each in loop.ahead:
@@ -58,7 +61,7 @@ def _behind_product(node: Node, loop: Apply, note: Note) -> Apply:
     if token is None or not any(token in each.results for each in most.uses):
         return loop
     slices = {
-        Ref(program.inputs[i]): _Kind.of(program, program.inputs[i], body.inputs[i])
+        Ref(program.inputs[i]): (program.avals[program.inputs[i]], body.inputs[i])
         for i in region.slices
     }
     ahead: list[Ahead] = []
@@ -85,7 +88,7 @@ def _are_remats(program: Program, within: tuple[int, ...]) -> bool:
     return True
 
 
-def _gathered_of(program: Program, part: BodyPlan) -> "dict[Ref, _Kind]":
+def _gathered_of(program: Program, part: BodyPlan) -> dict[Ref, _Kind]:
     """What comes in of which a part makes what its gathers move, and what it is like;
     left out if it is an import from which more than a move is made."""
     found: dict[Ref, _Kind] = {}
@@ -96,13 +99,13 @@ def _gathered_of(program: Program, part: BodyPlan) -> "dict[Ref, _Kind]":
             if ref == moved:
                 found[ref] = kind
             elif not ref.version:
-                found[ref] = _Kind.of(program, ref.value, kind.sharding)
+                found[ref] = program.avals[ref.value], kind[1]
 
     for step in part.steps:
         read = frozenset[Ref]().union(*(made_of.get(r, {r}) for r in reads(step)))
         if isinstance(step, Reshard):
             if step.gathers_state:
-                kind = _Kind.of(program, step.source.value, step.path[0])
+                kind = program.avals[step.source.value], step.path[0]
                 note(step.source, kind)
             made_of[step.result] = read
             continue
@@ -118,14 +121,9 @@ def _gathered_of(program: Program, part: BodyPlan) -> "dict[Ref, _Kind]":
     return found
 
 
-def _stays_in_bits(part: BodyPlan) -> bool:
-    """Whether what a part gathers stays quantized: a barrier takes arrays alone."""
-    return any(
-        step.in_bits
-        if isinstance(step, Reshard)
-        else any(map(_stays_in_bits, step.bodies))
-        for step in part.steps
-    )
+def _stay_in_bits(ahead: Ahead) -> bool:
+    """Whether some of what is gathered stays quantized: barriers take arrays alone."""
+    return any(move.in_bits for move in all_moves(ahead.part))
 
 
 def _first_large_sum(node: Node, loop: Apply) -> Site | None:
@@ -174,25 +172,18 @@ def _through(
     Returns:
       The plan, and what it has become there.
     """
-    given = list[Ref]()
-    for value in values:
-        given.append(fresh(body, value))
-        body = replace(body, imports=(*body.imports, given[-1]))
-    within, ref = site
+    given, (within, ref) = fresh_each(body, values), site
+    body = replace(body, imports=(*body.imports, *given))
     if not within:
         return tie(program, body, given)
     steps: list[Step] = []
-    made = list[Ref]()
+    made = fresh_each(body, values)
     for step in body.steps:
         if isinstance(step, Apply) and step.node == within[0]:
             (called,), (inner,) = program.nodes[step.node].bodies, step.bodies
             names = [called.inputs[0]] * len(values)
             inner, last = _through(called, inner, names, (within[1:], ref), tie)
             inner = replace(inner, exports=(*inner.exports, *last))
-            known = body
-            for value in values:
-                made.append(fresh(known, value))
-                known = replace(known, imports=(*known.imports, made[-1]))
             step = replace(
                 step,
                 bodies=(inner,),
@@ -204,58 +195,28 @@ def _through(
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
-    """What a value is like."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    itemsize: int
-    sharding: Sharding
-
-    @classmethod
-    def of(cls, program: Program, value: int, sharding: Sharding) -> "_Kind":
-        aval = program.avals[value]
-        return cls(tuple(aval.shape), str(aval.dtype), itemsize(aval), sharding)
-
-
-@dataclass(slots=True)
 class _Behind:
-    """Lets what is imported wait for a product."""
+    """Lets what is imported, each like one of `kinds`, wait for a product."""
 
     product: Ref
     kinds: Sequence[_Kind]
     note: Note
-    made: list[Ref] = field(default_factory=list)
 
     def tie(
         self, program: Program, body: BodyPlan, given: Sequence[Ref]
     ) -> tuple[BodyPlan, Sequence[Ref]]:
+        made = fresh_each(body, [ref.value for ref in given])
         steps: list[Step] = []
         for step in body.steps:
             steps.append(step)
             if isinstance(step, Apply):
                 node = program.nodes[step.node]
                 if self.product in map(Ref, node.outputs):
-                    steps += self.ties(node, body, given)
-        return replace(body, steps=tuple(steps)), self.made
-
-    def ties(self, node: Node, body: BodyPlan, given: Sequence[Ref]) -> Iterator[Step]:
-        for source, kind in zip(given, self.kinds, strict=True):
-            result = fresh(body, source.value)
-            body = replace(body, imports=(*body.imports, result))
-            self.made.append(result)
-            yield Reshard(
-                source=source,
-                result=result,
-                path=(kind.sharding,),
-                shape=kind.shape,
-                dtype=kind.dtype,
-                itemsize=kind.itemsize,
-                during=node.during,
-                after=self.product,
-                in_turn=True,
-                notes=(self.note,),
-            )
+                    steps += [
+                        _noted(tied(a, b, *kind, node.during, self.product), self.note)
+                        for a, b, kind in zip(given, made, self.kinds, strict=True)
+                    ]
+        return replace(body, steps=tuple(steps)), made
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,26 +232,18 @@ class _InFront:
         steps: list[Step] = []
         for step in body.steps:
             if isinstance(step, Reshard) and step.result == self.sum:
-                source, aval = step.source, program.avals[step.source.value]
-                for ref in given:
-                    tied = fresh(
-                        replace(body, steps=(*body.steps, *steps)), source.value
-                    )
-                    steps.append(
-                        replace(
-                            step,
-                            source=source,
-                            result=tied,
-                            path=step.path[:1],
-                            dtype=str(aval.dtype),
-                            itemsize=itemsize(aval),
-                            after=ref,
-                            undelayed=False,
-                            in_turn=True,
-                            notes=(self.note,),
-                        )
-                    )
-                    source = tied
+                value, source = step.source.value, step.source
+                kind = program.avals[value], step.path[0]
+                results = fresh_each(body, [value] * len(given))
+                for ref, result in zip(given, results, strict=True):
+                    waiting = tied(source, result, *kind, step.during, ref)
+                    steps.append(_noted(waiting, self.note))
+                    source = result
                 step = replace(step, source=source)
             steps.append(step)
         return replace(body, steps=tuple(steps)), given
+
+
+def _noted(move: Reshard, note: Note) -> Reshard:
+    """A move that waits in turn, and why."""
+    return replace(move, in_turn=True, notes=(note,))

@@ -44,8 +44,7 @@ def _before_largest(program: Program, body: BodyPlan) -> Iterator[Site]:
     for each in uses_in(program, body, {}):
         sizes = [uses.size for uses in each.uses]
         for uses in each.uses[: sizes.index(max(sizes))] if sizes else ():
-            for ref in frozenset[Ref]().union(*uses.gathers):
-                yield each.within, ref
+            yield from ((each.within, ref) for ref in uses.all_gathers)
 
 
 def _marked(

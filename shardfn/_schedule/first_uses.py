@@ -33,6 +33,11 @@ class FirstUses:
     size: int = 0
     ahead: bool = False
 
+    @property
+    def all_gathers(self) -> frozenset[Ref]:
+        """The gathers of all of them."""
+        return frozenset[Ref]().union(*self.gathers)
+
 
 @dataclass(frozen=True, slots=True)
 class BodyUses:

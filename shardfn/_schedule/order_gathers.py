@@ -16,21 +16,22 @@ from shardfn._core.program import Node, Program
 from shardfn._core.reasons import Note, noted
 from shardfn._core.sharding import Axes
 from shardfn._schedule.balanced_loops import hides_transfers, is_balanced
-from shardfn._schedule.bodies import given_to, inside
+from shardfn._schedule.bodies import all_moves, given_to, inside
 from shardfn._schedule.coming_gathers import among_the_rest
 from shardfn._schedule.first_uses import first_uses, gathered_ahead, waits_for
 
-IN_TURN = Note(
-    "order_gathers",
+_BALANCED = (
     "begins in turn, as the loop computes for about as long as it sends "
     "(limits.BALANCED_FLOPS), most of it of large weights (limits.BALANCED_BYTES) and "
-    "parts (limits.SUMS_PART), not too much for one operand (limits.BALANCED_SHARE)",
+    "parts (limits.SUMS_PART), "
+)
+IN_TURN = Note(
+    "order_gathers",
+    f"{_BALANCED}not too much for one operand (limits.BALANCED_SHARE)",
 )
 AHEAD = Note(
     "order_gathers",
-    "begins in turn, as the loop computes for about as long as it sends "
-    "(limits.BALANCED_FLOPS), most of it of large weights (limits.BALANCED_BYTES) and "
-    "parts (limits.SUMS_PART), and has its first weights gathered ahead",
+    f"{_BALANCED}and has its first weights gathered ahead",
 )
 HIDDEN = Note(
     "order_gathers",
@@ -94,23 +95,13 @@ def _ordered(node: Node, loop: Apply, axes: Axes) -> Apply:
 
 def _is_first(ahead: Ahead) -> bool:
     """Whether what runs ahead is what the next iteration uses first."""
-    return ahead.lead == 1 and all(map(_gathers_first, ahead.part.steps))
-
-
-def _gathers_first(step: Step) -> bool:
-    if isinstance(step, Reshard):
-        return step.used_first or not step.gathers_state
-    return all(_gathers_first(each) for body in step.bodies for each in body.steps)
+    moves = all_moves(ahead.part)
+    return ahead.lead == 1 and all(m.used_first or not m.gathers_state for m in moves)
 
 
 def orders_gathers(body: BodyPlan) -> bool:
     """Whether gathers in a plan begin in turn."""
-    return any(
-        step.in_turn
-        if isinstance(step, Reshard)
-        else any(map(orders_gathers, step.bodies))
-        for step in body.steps
-    )
+    return any(move.in_turn for move in all_moves(body))
 
 
 def _in_turn(
@@ -129,7 +120,7 @@ def _in_turn(
     uses, waits = first_uses(program, body, ahead), dict[Ref, Ref]()
     for at, later in enumerate(uses):
         if (token := waits_for(uses, at)) is not None:
-            waits.update(dict.fromkeys(frozenset[Ref]().union(*later.gathers), token))
+            waits.update(dict.fromkeys(later.all_gathers, token))
     return _waiting(program, body, waits, note)
 
 

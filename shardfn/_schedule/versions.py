@@ -1,13 +1,17 @@
 """Versions of values while a pass rewrites a plan.
 
-In: a plan. Out: a version that it does not have yet, or the plan with some versions in
-place of others.
+In: a plan. Out: versions that it does not have yet, one that only waits for another, or
+the plan with some versions in place of others.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
+from shardfn._core.phases import Pass
 from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, reading
+from shardfn._core.sharding import Sharding
+from shardfn._core.sizes import itemsize
 
 
 def without_moves(body: BodyPlan, instead: Mapping[Ref, Ref]) -> BodyPlan:
@@ -27,6 +31,31 @@ def without_moves(body: BodyPlan, instead: Mapping[Ref, Ref]) -> BodyPlan:
         exports=tuple(map(name, body.exports)),
         handed=tuple(map(name, body.handed)),
     )
+
+
+def tied(
+    source: Ref, result: Ref, aval: Any, sharding: Sharding, during: Pass, after: Ref
+) -> Reshard:
+    """What makes `result`: `source`, like `aval`, no earlier than `after`."""
+    return Reshard(
+        source=source,
+        result=result,
+        path=(sharding,),
+        shape=tuple(aval.shape),
+        dtype=str(aval.dtype),
+        itemsize=itemsize(aval),
+        during=during,
+        after=after,
+    )
+
+
+def fresh_each(body: BodyPlan, values: Sequence[int]) -> list[Ref]:
+    """A version of each value that `body` does not have yet, all of them others."""
+    found = list[Ref]()
+    for value in values:
+        found.append(fresh(body, value))
+        body = replace(body, imports=(*body.imports, found[-1]))
+    return found
 
 
 def fresh(body: BodyPlan, value: int) -> Ref:
