@@ -266,6 +266,7 @@ class LocalStep(Generic[P, R]):
             sizes,
             cannot_sum=compat.dtypes_without_sum(platform, has_others),
             reads_apart=compat.reads_inside_matmuls(platform),
+            fuses_producers=compat.fuses_producers(platform),
         )
 
     def _see(self, state: Any) -> StatePart:

@@ -190,6 +190,17 @@ NARROW_STACKS = 0.04
 """The part of what a step takes of a device that stacks have to save to be cast behind
 their loops: below, 0% to 4% of temporary memory, above, 7% to 22%. Steps vary by 3%."""
 
+DUPLICATED_BYTES = 2**26
+"""Bytes on a device of a value that each product which reads it makes itself: half of
+a v5p's fast memory, where smaller values may stay."""
+
+DUPLICATED_COLUMNS = 256
+"""With how many columns such a product may multiply the value, such as the width of a
+head: two tiles of a TPU. With more, it would make each element several times."""
+
+DUPLICATED_READS = 3
+"""How many times its bytes may be read to make it: as two products do instead then."""
+
 # What a plan warns of
 
 REPLICATED_SHARE = 0.5

@@ -262,6 +262,7 @@ class BodyPlan:
       imports: versions that come in besides the arguments.
       exports: versions that are handed out besides the outputs.
       handed: of a loop's, versions that a later iteration gets (`Ahead`).
+      duplicated: versions that each product that reads them makes itself.
       on_host: arguments that arrive in the host's memory.
       to_host: outputs that leave there.
       aliased: outputs that are written over arguments, if those are donated.
@@ -275,6 +276,7 @@ class BodyPlan:
     imports: tuple[Ref, ...] = ()
     exports: tuple[Ref, ...] = ()
     handed: tuple[Ref, ...] = ()
+    duplicated: tuple[Ref, ...] = ()
     on_host: frozenset[int] = frozenset()
     to_host: frozenset[int] = frozenset()
     aliased: frozenset[int] = frozenset()
@@ -296,10 +298,8 @@ class BodyPlan:
     @property
     def falls_back(self) -> bool:
         """Whether an op in it, or in a body in it, runs on gathered operands."""
-        ops = (step for step in self.steps if isinstance(step, Apply))
-        return any(
-            op.fallback or any(body.falls_back for body in op.bodies) for op in ops
-        )
+        ops = [step for step in self.steps if isinstance(step, Apply)]
+        return any(op.fallback or any(b.falls_back for b in op.bodies) for op in ops)
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,6 +82,8 @@ class Axes:
     `times_transfers` says that the compiler delays sums of loops, and schedules
     transfers by how long they take; `misjudges_network`, that it takes them for longer;
     `profiled`, that it is given how long each takes.
+    `fuses_producers` says that the compiler makes an operand inside of the product that
+    reads it, as TPUs' does.
     `hides_network` says that what a loop sends between hosts can take as long as what
     it computes, if it computes `limits.SUMS_FLOPS` for each byte.
     `kinds` are what the axes are for: the default ones, if none are given.
@@ -97,6 +99,7 @@ class Axes:
     misjudges_network: bool = field(default=False, repr=False)
     hides_network: bool = field(default=False, repr=False)
     profiled: bool = field(default=False, repr=False)
+    fuses_producers: bool = field(default=False, repr=False)
     kinds: tuple[AxisKind, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:

@@ -26,14 +26,17 @@ def transfer(step: Transfer, x: jax.Array, axes: Axes) -> jax.Array:
 
 
 def run_blocks(
-    loop: BlockLoop, given: Arrays, empty: Arrays, run: Callable[[Arrays], Arrays]
+    loop: BlockLoop,
+    given: Arrays,
+    empty: Callable[[Ref], jax.Array],
+    run: Callable[[Arrays], Arrays],
 ) -> Sequence[jax.Array]:
     """Runs a block loop.
 
     Args:
       loop: what it runs.
       given: the versions that it reads.
-      empty: arrays to write to, of versions that replace no other.
+      empty: makes an array to write to, for a version that replaces no other.
       run: one iteration: from blocks of what is sliced and the rest whole to blocks of
         what is made.
 
@@ -41,7 +44,7 @@ def run_blocks(
       The versions that it makes.
     """
     places = [
-        _strong(empty[made] if old is None else given[old])
+        _strong(empty(made) if old is None else given[old])
         for made, old in zip(loop.made, loop.into, strict=True)
     ]
     at = {old: k for k, old in enumerate(loop.into) if old is not None}

@@ -31,10 +31,11 @@ from shardfn._core.plan import (
 from shardfn._core.program import Node, Program, aval_of
 from shardfn._core.quantized_leaf import bits_of, dequantize_p, written_as
 from shardfn._core.sharding import Axes, Sharding, local_shape
-from shardfn._core.step_order import last_uses, together
+from shardfn._core.step_order import last_uses, made_by, together
 from shardfn._lowering.bits import Bits, whole
 from shardfn._lowering.block_loop import run_blocks, transfer
 from shardfn._lowering.control_flow import ControlFlow, typed
+from shardfn._lowering.duplicates import Duplicates
 from shardfn._lowering.extremum_jvp import Extreme
 from shardfn._lowering.operations import Cut, is_picked, run_op
 from shardfn._lowering.reshards import move_along, move_together, reads_of
@@ -94,6 +95,7 @@ class _Run:
     cut: Cut | None = None
     copies: dict[Ref, list[jax.Array]] = field(default_factory=dict)
     bits: dict[Ref, Bits] = field(default_factory=dict)
+    duplicates: Duplicates = field(default_factory=Duplicates)
 
     def run(self, args: Arrays) -> list[jax.Array]:
         program = self.program
@@ -102,6 +104,7 @@ class _Run:
         self.env.update(zip(inputs, args, strict=True))
         steps, _ = self.plan.run
         last_use = last_uses(steps, tuple(self.plan.leaving))
+        self.duplicates.prepare(program, self.plan, self.axes)
         for index, step in enumerate(steps):
             if isinstance(step, Reshard):
                 self.reshard(index)
@@ -112,9 +115,8 @@ class _Run:
             for ref in last_use.get(index, ()):
                 self.env.pop(ref, None)
                 self.copies.pop(ref, None)
-        outputs = [self.output(j) for j in range(len(program.outputs))]
-        others = (*self.plan.exports, *self.plan.handed)
-        return [*outputs, *(self.env[ref] for ref in others)]
+        others = [self.env[ref] for ref in (*self.plan.exports, *self.plan.handed)]
+        return [*map(self.output, range(len(program.outputs))), *others]
 
     def output(self, j: int) -> jax.Array:
         """What is returned in place `j`, of the type that the program gives it. What
@@ -133,14 +135,13 @@ class _Run:
         """What a plan that runs ahead exports, from the arguments that are known."""
         self.constants()
         inputs = (*map(Ref, self.program.inputs), *self.plan.imports)
-        for ref, arg in zip(inputs, args, strict=True):
-            if arg is not None:
-                self.env[ref] = arg
+        given = zip(inputs, args, strict=True)
+        self.env.update((ref, arg) for ref, arg in given if arg is not None)
         for index, step in enumerate(self.plan.run[0]):
+            assert not isinstance(step, BlockLoop)
             if isinstance(step, Reshard):
                 self.reshard(index)
                 continue
-            assert not isinstance(step, BlockLoop)
             if isinstance(step, Transfer) or self.program.nodes[step.node].kind == "op":
                 self.follow(step)
                 continue
@@ -204,8 +205,7 @@ class _Run:
             return x
         if len(step.path) == 1 or step.in_turn:
             return self.waiting(x, step.after)
-        x, _ = barrier(x, self.env[step.after])
-        return x
+        return barrier(x, self.env[step.after])[0]
 
     def waiting(self, x: jax.Array, after: Ref) -> jax.Array:
         """`x`, made no earlier than `after`, which goes on as what the barrier makes of
@@ -238,7 +238,7 @@ class _Run:
             return self.apply(step, self.program.nodes[step.node])
         x = self.env[step.source]
         if step.after is not None:
-            x, self.env[step.after] = barrier(x, self.env[step.after])
+            x = self.waiting(x, step.after)
         if step.memory == HOST:
             x = compat.with_weak_type(
                 x, self.program.avals[step.source.value].weak_type
@@ -248,7 +248,6 @@ class _Run:
 
     def loop(self, loop: BlockLoop) -> None:
         """The steps of a loop, on blocks."""
-        shape = local_shape(loop.shape, loop.sharding, self.axes)
         cut = Cut(loop.dim, loop.blocks)
 
         def run(blocks: Mapping[Ref, jax.Array]) -> Mapping[Ref, jax.Array]:
@@ -257,12 +256,11 @@ class _Run:
                 inner.follow(step)
             return inner.env
 
-        dtypes = {ref: self.program.avals[ref.value].dtype for ref in loop.made}
-        empty = {
-            ref: self.typed(jnp.zeros(shape, dtypes[ref]), loop.sharding)
-            for ref, old in zip(loop.made, loop.into, strict=True)
-            if old is None
-        }
+        def empty(ref: Ref) -> jax.Array:
+            shape = local_shape(loop.shape, loop.sharding, self.axes)
+            zeros = jnp.zeros(shape, self.program.avals[ref.value].dtype)
+            return self.typed(zeros, loop.sharding)
+
         given = {ref: self.env[ref] for ref in loop.reads}
         made = run_blocks(loop, given, empty, run)
         self.env.update(zip(loop.made, made, strict=True))
@@ -270,12 +268,16 @@ class _Run:
     # Equations
 
     def apply(self, step: Apply, node: Node) -> None:
-        operands = [
-            self.read(*pair, node.backward)
-            for pair in zip(step.operands, node.inputs, strict=True)
-        ]
+        pairs = zip(step.operands, node.inputs, strict=True)
+        operands = [self.read(*pair, node.backward) for pair in pairs]
         if step.after is not None:
             operands[0] = self.waiting(operands[0], step.after)
+        self.env.update(self.made(step, node, operands))
+        other = functools.partial(self.made, step, node)
+        self.copies.update(self.duplicates.follow(step, operands, other))
+
+    def made(self, step: Apply, node: Node, operands: Arrays) -> dict[Ref, Any]:
+        """What a node makes of these operands, and what its bodies export."""
         repeated = compat.is_repeated(node.eqn)
         phase = phase_name(REPEATED if repeated else node.during.phase)
         with compat.as_user_code(node.eqn), jax.named_scope(phase):
@@ -288,12 +290,10 @@ class _Run:
             else:
                 imports = [self.env[ref] for ref in step.imports]
                 results = self.flow(step, node, imports).run(operands)
-        count = len(node.outputs)
-        for value, result, sharding in zip(
-            node.outputs, results[:count], step.result_shardings, strict=True
-        ):
-            self.env[Ref(value)] = self.typed(result, sharding)
-        self.env.update(zip(step.exports, results[count:], strict=True))
+        made = dict(zip(made_by(self.program, step), results, strict=True))
+        for value, sharding in zip(node.outputs, step.result_shardings, strict=True):
+            made[Ref(value)] = self.typed(made[Ref(value)], sharding)
+        return made
 
     def op(self, step: Apply, node: Node, operands: Arrays) -> Arrays:
         given = self.program, step, node, operands

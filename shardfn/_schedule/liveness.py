@@ -185,7 +185,8 @@ class Liveness:
             return None
         if node.passes_through:
             return [step.operands[node.outputs.index(ref.value)]]
-        fuses = self.is_added(ref) or (
+        fuses = self.is_added(ref) or ref in self.body.duplicated
+        fuses = fuses or (
             self.is_pointwise(node) and not self.scatters(step) and self.is_fused(ref)
         )
         if fusion.is_view(self.program, node) or (fuses and ref not in self.out):

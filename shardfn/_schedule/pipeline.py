@@ -15,6 +15,7 @@ from shardfn._core.sharding import Axes
 from shardfn._core.stages import Observer, unobserved
 from shardfn._schedule.bodies import inside
 from shardfn._schedule.bucket import bucket
+from shardfn._schedule.duplicate_producers import duplicate_producers
 from shardfn._schedule.feed_back import feed_back
 from shardfn._schedule.host_transfers import host_transfers
 from shardfn._schedule.keep_gathered import keep_gathered
@@ -121,6 +122,10 @@ PASSES = (
     ),
     SchedulePass(
         "order_gathers", lambda p, b, control, axes: order_gathers(p, b, axes)
+    ),
+    SchedulePass(
+        "duplicate_producers",
+        lambda p, b, control, axes: duplicate_producers(p, b, axes),
     ),
     SchedulePass("order_search", lambda p, b, control, axes: search_order(p, b, axes)),
     SchedulePass(

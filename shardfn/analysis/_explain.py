@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from shardfn._core.control import advice, matches
 from shardfn._core.errors import ShardingError, call_site, where
+from shardfn._core.limits import DUPLICATED_BYTES
 from shardfn._core.program import Node
 from shardfn._core.sharding import Axes
 from shardfn._core.shown_limits import SHOWN_NAMES
@@ -17,8 +18,14 @@ from shardfn.analysis._text import shape_text, size_text
 from shardfn.analysis.collective import Collective
 from shardfn.analysis.host_transfer import HostTransfer
 
-Operation = tuple[Node, tuple[tuple[str, int], ...]]
-"""What a plan runs, and `(factor, mesh axis index)` for every factor that is split."""
+Operation = tuple[Node, tuple[tuple[str, int], ...], bool]
+"""What a plan runs, `(factor, mesh axis index)` for every factor that is split, and
+whether each product that reads what it makes is to make that itself."""
+
+DUPLICATED = (
+    "; each product that reads it makes it (limits.DUPLICATED_BYTES: "
+    f"{size_text(DUPLICATED_BYTES)} or more)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +77,12 @@ def _staying(
 ) -> Iterator[str]:
     """What runs on the line that a pattern names, where nothing moves for it."""
     found: dict[str, dict[str, None]] = {}
-    for node, parts in operations:
+    for node, parts, is_duplicated in operations:
         if node.rule is not None and _names(pattern, place := where(node.eqn)):
             splits = (f"{axes.names[axis]} splits {factor}" for factor, axis in parts)
             text = ", ".join(splits) or "every device runs it on whole operands"
             text = f"  {node.eqn.primitive.name} `{node.rule}`: {text}"
+            text += DUPLICATED * is_duplicated
             found.setdefault(place, {})[text] = None
     for place, texts in found.items():
         moves = "nothing moves: its operands lie as it takes them"
@@ -125,7 +133,7 @@ def _is_at(line: Collective, pattern: str) -> bool:
 def _nearest(file: str, line: int, operations: Sequence[Operation]) -> list[str]:
     """The lines of a file that are nearest to one of it and have operations, in
     order."""
-    places = {where(node.eqn).split(" ")[0] for node, _ in operations}
+    places = {where(node.eqn).split(" ")[0] for node, *_ in operations}
     split = (place.rpartition(":") for place in places)
     lines = {int(n) for name, _, n in split if name == file and n.isdigit()}
     near = sorted(lines, key=lambda n: abs(n - line))[:SHOWN_NAMES]

@@ -110,11 +110,12 @@ def make_plan(
 
 
 def _operations(program: Program, body: BodyPlan) -> Iterator[Operation]:
-    """Every node of a plan that runs, and the factors of it that are split."""
+    """Every node of a plan that runs, the factors of it that are split, and whether
+    products make what it makes."""
     for step in body.steps:
         if isinstance(step, Apply):
             node = program.nodes[step.node]
-            yield node, step.parts
+            yield node, step.parts, any(Ref(v) in body.duplicated for v in node.outputs)
             for inner in zip(node.bodies, step.bodies, strict=True):
                 yield from _operations(*inner)
 

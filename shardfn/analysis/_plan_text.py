@@ -52,6 +52,9 @@ def plan_lines(
         for i, inner in enumerate(zip(node.bodies, step.bodies, strict=True)):
             yield f"{indent}  body {i}"
             yield from plan_lines(*inner, axes, f"{indent}    ")
+    if body.duplicated:
+        names = "".join(f" {_name(ref)}" for ref in body.duplicated)
+        yield f"{indent}products make (limits.DUPLICATED_BYTES){names}"
     made = (*(ref for ref in outputs if ref is not None), *body.exports)
     if body.handed:
         yield f"{indent}hands on{''.join(f' {_name(ref)}' for ref in body.handed)}"

@@ -173,6 +173,9 @@ from shardfn._core.compat.platforms import (
     dtypes_without_sum as dtypes_without_sum,
 )
 from shardfn._core.compat.platforms import (
+    fuses_producers as fuses_producers,
+)
+from shardfn._core.compat.platforms import (
     hides_network as hides_network,
 )
 from shardfn._core.compat.platforms import (

@@ -57,6 +57,13 @@ def reads_inside_matmuls(platform: str) -> bool:
     return platform in ("gpu", "cuda", "rocm")
 
 
+def fuses_producers(platform: str) -> bool:
+    """Whether the compiler makes an operand of a matrix product inside of it, where
+    only that product reads it: XLA for TPUs does. For GPUs it makes what is no more
+    than a cast, in some products."""
+    return platform == "tpu"
+
+
 def times_transfers(device: Any) -> bool:
     """Whether the compiler schedules transfers by how long they take, and delays sums
     of loops. XLA for GPUs does from compute capability 9 on (Hopper), and goes by one
