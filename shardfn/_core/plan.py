@@ -120,15 +120,15 @@ class Apply:
       result_shardings: shardings of the results as the op makes them.
       parts: `(factor, mesh axis index)` for every factor that is split.
       bodies: plans of control flow bodies.
-      fallback: whether it runs on gathered operands because there is no rule.
-      place: the user's source line, of a fallback.
+      fallback: whether it runs on gathered operands, as it has no rule; place: where.
       times: how often a body runs per run of this step (scan length), None if unknown.
       imports: versions that the body of a scan or remat imports: a scan slices them.
       exports: versions made of what that body exports: a scan stacks it.
-      ahead: parts of a scan's body that run in an earlier iteration. What they export,
-        the body imports, after what the scan imports.
+      ahead: parts of a scan's body that run in an earlier iteration. The body imports
+        what they export, after what the scan imports.
       early: operands outside of a remat's barrier: their gathers wait for imports.
       narrow: results that a scan stacks before its body casts them (`narrow_stacks`).
+      stacks_last: whether what a scan stacks waits for what it carries on.
       after: an op on literals alone waits for this version to exist.
     """
 
@@ -147,6 +147,7 @@ class Apply:
     ahead: "tuple[Ahead, ...]" = ()
     early: tuple[int, ...] = ()
     narrow: tuple[int, ...] = ()
+    stacks_last: bool = False
     after: Ref | None = None
 
 
@@ -193,8 +194,7 @@ class BlockLoop:
       sharding: their sharding.
       dim: the dimension.
       blocks: how many each device's part is cut into.
-      sliced: versions from outside of which each iteration reads a block; what it reads
-        of others, it reads whole.
+      sliced: versions from outside of which each iteration reads a block; of others all.
       made: versions that leave, block by block.
       into: per made version, the one in whose place it is written; None for none.
       reads: all versions from outside, `sliced` and `into` among them.

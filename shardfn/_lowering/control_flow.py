@@ -170,10 +170,14 @@ class ControlFlow:
                 x = tree.unflatten(barrier(*leaves, *carry)[: len(leaves)])
             out = run(*consts, *carry, *x, *made)
             end = len(node.outputs) + len(step.exports)
+            carry = out[:n_carry]
             made = cast_all(out[n_carry : len(node.outputs)], stacked)
+            if step.stacks_last:
+                tied = barrier(*carry, *made)
+                carry, made = tied[:n_carry], tied[n_carry:]
             ys = (*made, *out[len(node.outputs) : end])
             handed = (out[end:],) if step.ahead else ()
-            return tuple(out[:n_carry]), ys, *handed
+            return tuple(carry), ys, *handed
 
         def taken_ahead(ahead: Ahead) -> AheadPart:
             used = {ref for s in ahead.part.run[0] for ref in reads(s)}

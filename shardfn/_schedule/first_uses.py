@@ -113,21 +113,25 @@ def waits_for(uses: Sequence[FirstUses], at: int) -> Ref | None:
 
     Those that are used second wait for the first product, or if that is alone for its
     gather, others for the last product of those used two before them. So each has the
-    products between beside it.
+    products between beside it. Where the weights of these two before are there already,
+    they wait for what these multiply: the network is free by then.
 
     Args:
       uses: the body's first uses.
       at: which of them; their number for one more behind them.
 
     Returns:
-      It: a product, or of the second of two the first's gather. None for the first that
-      this iteration gathers.
+      It: a product, what one multiplies, or of the second of two the first's gather.
+      None for the first that this iteration gathers.
     """
     if at <= sum(each.ahead for each in uses):
         return None
     first = uses[0]
     if at > 1:
-        return uses[at - 2].results[-1]
+        before = uses[at - 2]
+        if before.ahead and 2 < at < len(uses) and len(before.others) == 1:
+            return next(iter(before.others))
+        return before.results[-1]
     if len(first.results) > 1:
         return first.results[0]
     return min(first.gathers[0], key=lambda ref: (ref.value, ref.version))

@@ -15,7 +15,11 @@ from shardfn._core.plan import Ahead, Apply, BodyPlan, Ref, Reshard, Step, reads
 from shardfn._core.program import Node, Program
 from shardfn._core.reasons import Note, noted
 from shardfn._core.sharding import Axes
-from shardfn._schedule.balanced_loops import hides_transfers, is_balanced
+from shardfn._schedule.balanced_loops import (
+    hides_transfers,
+    is_balanced,
+    scattered_sums,
+)
 from shardfn._schedule.bodies import all_moves, given_to, inside
 from shardfn._schedule.coming_gathers import among_the_rest
 from shardfn._schedule.first_uses import first_uses, gathered_ahead, waits_for
@@ -90,6 +94,9 @@ def _ordered(node: Node, loop: Apply, axes: Axes) -> Apply:
         if not axes.hides_network or not all(map(_is_first, loop.ahead)):
             return loop
         loop = among_the_rest(node, loop, note, in_front=note is AHEAD)
+        # Or a compiler may wait for sums in front of products that are left to compute.
+        has_sums = note is AHEAD and bool(scattered_sums(node, loop))
+        loop = replace(loop, stacks_last=has_sums)
     return replace(loop, bodies=(_in_turn(program, loop.bodies[0], ahead, note),))
 
 

@@ -87,6 +87,7 @@ def _apply(program: Program, step: Apply, axes: Axes) -> str:
     text += f"  at {where(node.eqn)}"
     parts = ", ".join(f"{axes.names[axis]} splits {f}" for f, axis in step.parts)
     text += f", {parts}" if parts else ""
+    text += ", stacks last" * step.stacks_last
     return text + (f" after {_name(step.after)}" if step.after else "")
 
 

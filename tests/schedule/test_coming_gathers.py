@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 from compilers import aot
 from jax import lax
-from plan_helpers import Sharded, cpu_mesh, shard_fn
+from plan_helpers import Sharded, cpu_mesh, shard_fn, walk
 
 from shardfn._core import compat
+from shardfn._core.barrier import barrier_p
 from shardfn._core.plan import Apply, BodyPlan, Reshard
 from shardfn._core.program import Program
 from shardfn._schedule import (
@@ -219,6 +220,44 @@ def test_sums_of_balanced_loops_wait_for_them() -> None:
     first = ties.index("coming")
     assert ties[first : first + len(AHEAD) + 1] == ["coming"] * len(AHEAD) + ["sum"]
     assert "product" in ties[first:]
+
+
+@pytest.mark.parametrize("balanced", [True, False])
+def test_the_second_gather_waits_for_what_products_ahead_multiply(balanced) -> None:
+    """The network is free by then: the weights of these products came ahead."""
+    with in_turn(balanced):
+        program, loop = loops(sharded())[0]
+    body = loop.bodies[0]
+    while not any(isinstance(s, Reshard) and s.gathers_state for s in body.steps):
+        (call,) = (s for s in body.steps if isinstance(s, Apply) and s.bodies)
+        program, body = program.nodes[call.node].bodies[0], call.bodies[0]
+    own = (s for s in body.steps if isinstance(s, Reshard) and s.gathers_state)
+    after = {program.leaf(s.source.value): s.after for s in own}
+    assert after.keys() == {("up",), ("down",)} and after["up",] is None
+    before = [
+        step
+        for step in body.steps
+        if isinstance(step, Apply)
+        and step.primitive == "dot_general"
+        and after["down",] in step.operands
+    ]
+    assert len(before) == 1  # that with `o`
+
+
+@pytest.mark.parametrize("balanced", [True, False])
+def test_balanced_loops_stack_sums_last(balanced) -> None:
+    with in_turn(balanced):
+        case = sharded()
+        forward, backward = (loop for _, loop in loops(case))
+        jaxpr = jax.make_jaxpr(case.step)(case.state, case.batch).jaxpr
+    assert not forward.stacks_last and backward.stacks_last == balanced
+    scans = [e for e, *_ in walk(jaxpr) if e.primitive.name == "scan"]
+    (scan,) = (e for e in scans if e.params["reverse"])
+    body = scan.params["jaxpr"].jaxpr
+    tied = [set(e.outvars) for e in body.eqns if e.primitive is barrier_p]
+    stacked = set(body.outvars[compat.scan_counts(scan)[1] :])
+    assert len(stacked) == len(state_of())
+    assert any(stacked <= each for each in tied) == balanced
 
 
 @pytest.mark.parametrize("remat", [True, False])
