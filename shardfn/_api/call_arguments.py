@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from shardfn._core.call_arguments import Named, Position
 from shardfn._core.errors import ShardingError, called, step_name
+from shardfn._core.state_names import StateNames
 
 
 def parameter_names(step: Any) -> list[str]:
@@ -23,6 +24,12 @@ def parameter_names(step: Any) -> list[str]:
     by_position = (inspect.Parameter.POSITIONAL_ONLY,)
     by_position += (inspect.Parameter.POSITIONAL_OR_KEYWORD,)
     return [p.name for p in parameters if p.kind in by_position]
+
+
+def state_names(step: Any, positions: tuple[int, ...] | None) -> StateNames:
+    """What is known of a step's states before it is called; `positions` are those that
+    the user says are state."""
+    return StateNames(tuple(parameter_names(step)), positions)
 
 
 def by_position(

@@ -10,6 +10,7 @@ from typing import Any, Literal, ParamSpec, Protocol, TypeVar, Unpack, overload
 from jax.sharding import Mesh
 
 from shardfn import rules as rules  # fills the registry
+from shardfn._api.call_arguments import state_names
 from shardfn._api.compiled_steps import Programs
 from shardfn._api.local_step import LocalStep
 from shardfn._api.options import Options, shows_options
@@ -250,7 +251,8 @@ def fully_shard(
         return local
     check_names(names, mesh)
     axes = axes_over(mesh, names, control)
-    storage = Storage(automatic(mesh), mesh, axes, min_size, control)
+    known = state_names(inner, argnums)
+    storage = Storage(automatic(mesh), mesh, axes, min_size, control, names=known)
     programs = Programs(plain, storage, donate, asked, latencies or "xla")
     step = ShardedStep(programs, verify)
     functools.update_wrapper(step, inner, updated=())

@@ -12,6 +12,7 @@ import jax
 from jax.tree_util import treedef_is_leaf
 
 from shardfn._core.leaves import Leaf
+from shardfn._core.named_states import NamedStates
 from shardfn._core.sharding import Axes, Sharding, local_shape
 from shardfn.storage._leaves import leaves_of
 
@@ -76,14 +77,15 @@ class GivenStates:
     def __len__(self) -> int:
         return sum(map(len, self._seen.values()))
 
-    def only(self, states: Sequence[Any]) -> "GivenStates":
-        """These states and no others."""
-        made = [_given(state) for state in states]
+    def only(self, states: Sequence[Any], names: Sequence[str]) -> "GivenStates":
+        """These states and no others, in the order of the arguments of these names."""
+        made = [_given(*each) for each in _in_order(states, names)]
         return GivenStates(tuple(made), _with_parts(made))
 
-    def see(self, state: Any) -> StatePart | None:
-        """A whole state from now on; None if the step was given others by hand."""
-        given = _given(state)
+    def see(self, state: Any, named: tuple[Any, ...]) -> StatePart | None:
+        """A whole state from now on, whose leaves have the names that they have in
+        `named`; None if the step was given others by hand."""
+        given = _given(state, named)
         if self.by_hand is not None:
             alike = self._seen.get(given.treedef, [])
             return next((x for x in alike if x.shapes == given.shapes), None)
@@ -126,8 +128,18 @@ class GivenStates:
         return list(dict.fromkeys(x.shapes for x in known))
 
 
-def _given(state: Any) -> StatePart:
-    leaves, _ = leaves_of((state,), "state")
+def _in_order(
+    states: Sequence[Any], names: Sequence[str]
+) -> list[tuple[Any, tuple[Any, ...]]]:
+    """States, and each as the one that is called so, if the step has several."""
+    if len(names) < 2 or len(names) != len(states):
+        return [(state, (state,)) for state in states]
+    pairs = zip(names, states, strict=True)
+    return [(state, NamedStates([name], [state], True)) for name, state in pairs]
+
+
+def _given(state: Any, named: tuple[Any, ...]) -> StatePart:
+    leaves, _ = leaves_of(named, "state")
     return StatePart(tuple(leaves), jax.tree.structure(state))
 
 

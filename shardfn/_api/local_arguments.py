@@ -68,15 +68,11 @@ def local_call(
         it is ambiguous which arguments are state.
     """
     search = _Search(plain, tuple(by_position(plain.step, args, named)), states, axes)
-    if plain.state_argnums is not None:
-        meaning = StateArguments(plain.state_argnums, by_hand=True)
-    else:
-        key = search.key
-        if key not in found:
-            found[key] = search.found()
-        meaning = found[key]
+    key = search.key
+    if key not in found:
+        found[key] = search.found() if plain.state_argnums is None else search.asked()
     names = tuple(parameter_names(plain.step))
-    return search.call(replace(meaning, parameters=names))
+    return search.call(replace(found[key], parameters=names))
 
 
 def unknown_state(
@@ -169,6 +165,13 @@ class _Search:
             raise errors[0]
         return StateArguments()  # the trace that follows says what is wrong
 
+    def asked(self) -> StateArguments:
+        """What becomes of the arguments that the user says are state."""
+        places = self.plain.state_argnums or ()
+        leaves, treedef = self._leaves(sorted(places)), jax.tree.structure(self.args)
+        found = self.plain.find(leaves, treedef, self.axes, None)
+        return found or StateArguments(places, by_hand=True)
+
     def call(self, meaning: StateArguments) -> LocalCall:
         """The call, where this is what its arguments are."""
         states, batch = self.plain.divided(self.args, meaning)
@@ -211,13 +214,15 @@ class _Search:
         return sorted(given, key=lambda item: (isinstance(item[0], str), item[0]))
 
     def _states(
-        self, states: Sequence[Any], places: Sequence[Position]
+        self, states: tuple[Any, ...], places: Sequence[Position]
     ) -> tuple[tuple[Leaf, ...], tuple[Sharding, ...]]:
         """The leaves of the states on whole shapes, and how they are stored."""
-        local, _ = leaves_of(tuple(states), "state")
+        local, _ = leaves_of(states, "state")
+        by_number = sorted(places, key=lambda place: (isinstance(place, str), place))
+        order = self.plain.state_argnums or by_number
         found = [
-            self._stored(place, state, i, len(places))
-            for i, (place, state) in enumerate(zip(places, states, strict=True))
+            self._stored(place, state, order.index(place), len(places))
+            for place, state in zip(places, states, strict=True)
         ]
         shapes = [shape for one in found for shape in one.shapes]
         leaves = tuple(with_shape(x, s) for x, s in zip(local, shapes, strict=True))

@@ -12,7 +12,6 @@ from typing import (
     Any,
     Concatenate,
     Generic,
-    NoReturn,
     ParamSpec,
     TypeVar,
     overload,
@@ -22,24 +21,26 @@ import jax
 from jax import lax
 from jax.sharding import Mesh
 
+from shardfn._api.call_arguments import state_names
 from shardfn._api.given_states import GivenStates, StatePart, Stored
 from shardfn._api.init_function import checked_init
 from shardfn._api.local_arguments import check_split, local_call, unknown_state
+from shardfn._api.local_types import as_varying, without_gradient
 from shardfn._api.methods import Known, Method, binds, bound_to
 from shardfn._api.plain_step import PlainStep
 from shardfn._api.planner import plan_init
 from shardfn._core import compat
 from shardfn._core.call_arguments import StateArguments
-from shardfn._core.errors import ShardingError, called, names_step, step_name
+from shardfn._core.errors import ShardingError, called, names_step
 from shardfn._core.limits import BATCH_KINDS
 from shardfn._core.moves import moves_of
 from shardfn._core.recent import Recent
 from shardfn._core.resharding import reshard_path
 from shardfn._core.sharding import (
     Axes,
-    Sharding,
     partition_spec,
 )
+from shardfn._core.state_names import Argument, StateNames
 from shardfn._core.static_leaves import (
     close_call,
     close_static,
@@ -48,8 +49,8 @@ from shardfn._core.static_leaves import (
     returns_closed,
 )
 from shardfn._lowering.collectives import run_move
-from shardfn._lowering.move_lowerings import varying
 from shardfn.storage._leaves import leaves_of
+from shardfn.storage._named_trees import states_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -131,28 +132,34 @@ class LocalStep(Generic[P, R]):
         call = local_call(self.plain, args, named, self._given, axes, self._found)
         planned = self.plain.planned(call.state, call.batch, axes)
         typed = [
-            _typed(jax.numpy.asarray(x) if isinstance(x, float | int) else x, s, axes)
+            as_varying(x, s, axes)
             for x, s in zip(
                 call.arrays, (*call.state.shardings, *call.batch.shardings), strict=True
             )
         ]
-        run = planned.run if compat.checks_types() else _without_gradient(planned.run)
+        run = planned.run if compat.checks_types() else without_gradient(planned.run)
         return planned.traced.returned(run(*typed))
 
     @names_step
-    def init(self, init_fn: Callable[..., State], *args: Any) -> State:
+    def init(
+        self,
+        init_fn: Callable[..., State],
+        *args: Any,
+        argument: Argument | None = None,
+    ) -> State:
         """This device's shards of the state that `init_fn(*args)` makes.
 
         Args:
           init_fn: pure function that returns the whole state.
           *args: its arguments, the same on every device.
+          argument: which of several state arguments it is: see `ShardedStep.init`.
 
         Returns:
           The state; no device holds a whole leaf that can be made in parts.
         """
         axes, init_fn = self._axes(), checked_init(init_fn, args, "init")
         args = close_static(args)
-        given = self._see(jax.eval_shape(init_fn, *args))
+        given = self._see(jax.eval_shape(init_fn, *args), argument)
         planned = plan_init(
             init_fn, args, self.plain.partition(given.whole, axes), axes
         )
@@ -160,17 +167,18 @@ class LocalStep(Generic[P, R]):
         return open_static(jax.tree.unflatten(given.treedef, made))
 
     @names_step
-    def shard(self, state: State) -> State:
+    def shard(self, state: State, *, argument: Argument | None = None) -> State:
         """This device's shards of a whole state.
 
         Args:
           state: pytree of arrays, whole and the same on every device.
+          argument: which of several state arguments it is: see `ShardedStep.shard`.
 
         Returns:
           The same pytree of local shards.
         """
         state = close_static(state)
-        axes, given = self._axes(), self._see(state)
+        axes, given = self._axes(), self._see(state, argument)
         stored = Stored(given.shapes, self.plain.partition(given.whole, axes))
         return open_static(self._moved(state, stored, axes, to_whole=False))
 
@@ -198,18 +206,19 @@ class LocalStep(Generic[P, R]):
         return open_static(self._moved(state, readings[0], axes, to_whole=True))
 
     @names_step
-    def specs(self, state: Any, mesh: Mesh) -> Any:
+    def specs(self, state: Any, mesh: Mesh, *, argument: Argument | None = None) -> Any:
         """The PartitionSpecs of a state, for the caller's `shard_map`.
 
         Args:
           state: a whole state or its `ShapeDtypeStruct`s.
           mesh: the mesh that the axes belong to.
+          argument: which of several state arguments it is: see `ShardedStep.shard`.
 
         Returns:
           Pytree of `PartitionSpec`.
         """
         axes = Axes(self.names, tuple(mesh.shape[n] for n in self.names))
-        given = self._see(close_static(state))
+        given = self._see(close_static(state), argument)
         specs = [
             partition_spec(s, axes) for s in self.plain.partition(given.whole, axes)
         ]
@@ -231,7 +240,7 @@ class LocalStep(Generic[P, R]):
           >>> local.with_state(jnp.zeros((16, 2)))
           LocalStep(<lambda> over data)
         """
-        given = self._given.only(tuple(map(close_static, states)))
+        given = self._given.only(tuple(map(close_static, states)), self._names.known)
         step = replace(
             self, _given=given, _found=Recent(BATCH_KINDS), _bound={}, _closed=[]
         )
@@ -269,9 +278,14 @@ class LocalStep(Generic[P, R]):
             fuses_producers=compat.fuses_producers(platform),
         )
 
-    def _see(self, state: Any) -> StatePart:
+    @property
+    def _names(self) -> StateNames:
+        return state_names(self.plain.step, self.plain.state_argnums)
+
+    def _see(self, state: Any, argument: Argument | None) -> StatePart:
         """A whole state, whose shards are known from now on."""
-        given = self._given.see(state)
+        named = states_of(state, self._names, self.plain.control, argument)
+        given = self._given.see(state, named)
         if given is None:
             raise ShardingError(
                 "the state is not the one that with_state was given: its structure or "
@@ -294,25 +308,3 @@ class LocalStep(Generic[P, R]):
                 x = run_move(x, shape, move, axes)
             out.append(x)
         return jax.tree.unflatten(treedef, out)
-
-
-def _without_gradient(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run`, which JAX would differentiate wrongly where it checks no types: it would
-    take the cotangent of a replicated value for one device's term of a sum."""
-
-    def refuse(*_: Any) -> NoReturn:
-        raise ShardingError(
-            f"{step_name()} is differentiated from outside, where JAX does not know "
-            f"which values are replicated.\n{called()}"
-            "Take the gradient inside the step, or call it in "
-            "jax.shard_map(check_vma=True), not in jax.pmap."
-        )
-
-    checked = jax.custom_jvp(run)
-    checked.defjvp(refuse)
-    return checked
-
-
-def _typed(x: jax.Array, sharding: Sharding, axes: Axes) -> jax.Array:
-    over = (n for n, s in zip(axes.names, sharding, strict=True) if s is not None)
-    return varying(x, *over)

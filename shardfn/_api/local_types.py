@@ -4,14 +4,16 @@ In: a leaf on one device, and how it is taken to be split. Out: over which mesh 
 is the same; an error where it is taken for what its type says that it is not.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import jax
 
 from shardfn._core import compat
-from shardfn._core.errors import ShardingError, called
+from shardfn._core.errors import ShardingError, called, step_name
 from shardfn._core.leaves import Leaf
 from shardfn._core.sharding import Axes, Sharding
+from shardfn._lowering.move_lowerings import varying
 
 
 def same_over(x: Any, axes: Axes) -> frozenset[str]:
@@ -61,3 +63,27 @@ def check_same(x: Any, leaf: Leaf, sharding: Sharding, axes: Axes, what: str) ->
 
 def _varying(x: Any) -> frozenset[str]:
     return compat.varying_axes(x) if isinstance(x, jax.Array) else frozenset()
+
+
+def without_gradient(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, which JAX would differentiate wrongly where it checks no types: it would
+    take the cotangent of a replicated value for one device's term of a sum."""
+
+    def refuse(*_: Any) -> NoReturn:
+        raise ShardingError(
+            f"{step_name()} is differentiated from outside, where JAX does not know "
+            f"which values are replicated.\n{called()}"
+            "Take the gradient inside the step, or call it in "
+            "jax.shard_map(check_vma=True), not in jax.pmap."
+        )
+
+    checked = jax.custom_jvp(run)
+    checked.defjvp(refuse)
+    return checked
+
+
+def as_varying(x: Any, sharding: Sharding, axes: Axes) -> jax.Array:
+    """A value whose type says over which mesh axes it is split."""
+    x = jax.numpy.asarray(x) if isinstance(x, float | int) else x
+    over = (n for n, s in zip(axes.names, sharding, strict=True) if s is not None)
+    return varying(x, *over)

@@ -21,7 +21,6 @@ from shardfn._api.tuning.tuned_options import TunedOptions
 from shardfn._core import compat
 from shardfn._core.call_arguments import (
     Named,
-    NamedStates,
     Position,
     Rest,
     StateArguments,
@@ -33,6 +32,7 @@ from shardfn._core.control import Control
 from shardfn._core.errors import ShardingError
 from shardfn._core.leaves import Leaf, leaf_name
 from shardfn._core.limits import BATCH_KINDS
+from shardfn._core.named_states import NamedStates
 from shardfn._core.recent import Recent
 from shardfn._core.sharding import Axes, Sharding
 from shardfn._lowering.planned_program import Planned

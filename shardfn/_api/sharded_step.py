@@ -11,7 +11,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 import jax
 
-from shardfn._api.call_arguments import by_position
+from shardfn._api.call_arguments import by_position, state_names
 from shardfn._api.call_cache import Division, Ready, StoredKind, types_of
 from shardfn._api.compiled_steps import Programs, caches_apart, given
 from shardfn._api.first_run import check_first_run
@@ -213,7 +213,10 @@ class ShardedStep(ReportMethods, Generic[P, R]):
         """Another step with these options; `states` are where its state is."""
         plain, of = self.plain.of(step), self.programs
         plain = replace(plain, state_argnums=states) if states else plain
-        own = Programs(plain, of.storage, of.donate, of.asked, of.latencies)
+        storage = of.storage
+        if (known := state_names(step, plain.state_argnums)) != storage.names:
+            storage = replace(storage, names=known)
+        own = Programs(plain, storage, of.donate, of.asked, of.latencies)
         return ShardedStep(own, self.verify)
 
     def _modules(

@@ -5,13 +5,12 @@ are stored as the step has them, whole again, or without values; global batches.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, overload
 
 import jax
 import numpy
 from jax.sharding import Mesh
-from jax.tree_util import treedef_tuple
 
 from shardfn._api.compiled_steps import Programs
 from shardfn._api.init_function import checked_init, in_containers
@@ -19,6 +18,7 @@ from shardfn._api.plain_step import PlainStep
 from shardfn._core import compat, processes
 from shardfn._core.automatic_axes import made_by
 from shardfn._core.errors import names_step
+from shardfn._core.state_names import Argument
 from shardfn._core.static_leaves import close_static, open_static
 from shardfn.storage._init_state import make_leaves
 from shardfn.storage._layout import with_device_rows
@@ -51,7 +51,12 @@ class StateMethods:
         return self.storage.given
 
     @names_step
-    def init(self, init_fn: Callable[..., State], *args: Any) -> State:
+    def init(
+        self,
+        init_fn: Callable[..., State],
+        *args: Any,
+        argument: Argument | None = None,
+    ) -> State:
         """Makes the state, sharded from birth, with the values of `init_fn(*args)`.
 
         A device holds its shards and, while a leaf is made that cannot be made in
@@ -63,63 +68,103 @@ class StateMethods:
             axes that it names, by `with_sharding_constraint` or as `out_shardings` of a
             `jax.jit`, are kept.
           *args: its arguments.
+          argument: which of the step's state arguments it is, if there are several, by
+            name or position; for a tuple of states, a tuple of these. A dictionary of
+            all states by name needs none. None, the default: what follows from states
+            that the step has seen together. An error asks for it where options differ
+            between arguments.
 
         Returns:
           The state, each leaf split as `shardings` says.
+
+        Raises:
+          ShardingError: a leaf is no array, or it may be several of the step's states.
         """
         storage = self.storage
-        init_fn = self._with_rows(checked_init(init_fn, args, "init"))
+        init_fn = self._with_rows(checked_init(init_fn, args, "init"), argument)
         args = close_static(args)
         made = made_by(init_fn, args, storage.auto_sizes)
+        reading = storage.reading_of(made, argument)
+        made = replace(made, paths=tuple(reading.paths(made.paths)))
         leaves, traced = storage.made_leaves(made), is_traced(args)
         out = make_leaves(*storage.stored_init(init_fn, leaves, whole=traced), args)
-        storage.note_splits(leaves, treedef_tuple((made.treedef,)))
-        made_leaves = storage.as_leaves(out, leaves)
-        return open_static(jax.tree.unflatten(made.treedef, made_leaves))
+        state = jax.tree.unflatten(made.treedef, storage.as_leaves(out, leaves))
+        states = reading.states(state)
+        storage.note_splits(leaves, jax.tree.structure(states))
+        storage.names.see(states, [leaf.aval.shape for leaf in leaves])
+        return open_static(state)
 
     @names_step
-    def abstract(self, init_fn: Callable[..., State], *args: Any) -> State:
+    def abstract(
+        self,
+        init_fn: Callable[..., State],
+        *args: Any,
+        argument: Argument | None = None,
+    ) -> State:
         """What `init` would make, without values: `jax.eval_shape(init_fn, *args)` with
         the splits over other mesh axes that `init_fn` names.
 
         Args:
           init_fn: pure function that returns the whole state.
           *args: its arguments, arrays or `ShapeDtypeStruct`s.
+          argument: which of several state arguments it is, as for `init`.
 
         Returns:
           Pytree of `ShapeDtypeStruct`, whole, as `plan`, `lower`, `shardings` and the
           `restore` of `shardfn.storage.checkpoint` take it.
         """
-        init_fn = self._with_rows(checked_init(init_fn, args, "abstract"))
+        init_fn = self._with_rows(checked_init(init_fn, args, "abstract"), argument)
         made = made_by(init_fn, close_static(args), self.storage.auto_sizes)
+        reading = self.storage.reading_of(made, argument)
+        made = replace(made, paths=tuple(reading.paths(made.paths)))
         leaves = self.storage.abstract(self.storage.made_leaves(made, undecided=True))
         made = in_containers(made.treedef, leaves, "abstract", "ShapeDtypeStructs")
+        self.storage.names.see(reading.states(made), [x.shape for x in leaves])
         return open_static(made)
 
     @names_step
-    def shard(self, state: State) -> State:
+    def shard(self, state: State, *, argument: Argument | None = None) -> State:
         """Splits a whole state, which stays usable.
 
         Args:
           state: pytree of arrays, on the host or on any device.
+          argument: which of the step's state arguments it is, if there are several, by
+            name or position; for a tuple of states, a tuple of these. A dictionary of
+            all states by name needs none. None, the default: what follows from states
+            that the step has seen together. An error asks for it where options differ
+            between arguments.
 
         Returns:
           The same pytree, each leaf split as `shardings` says, over the mesh axis of
           `fully_shard`, and over other mesh axes as it comes in. A leaf that no
           dimension divides is stored padded, or flattened and padded.
+
+        Raises:
+          ShardingError: a leaf is no array, or it may be several of the step's states.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, shardfn
+          >>> mesh = jax.make_mesh((8,), ("data",))
+          >>> def train_step(lora, frozen, x):
+          ...     return lora + (x @ frozen).sum(), x
+          >>> step = shardfn.fully_shard(
+          ...     train_step, mesh, state_argnums=(0, 1), shard={"frozen": False}
+          ... )
+          >>> frozen = step.shard(jnp.ones((128, 128)), argument="frozen")
+          >>> frozen.sharding.spec
+          P()
         """
-        state = close_static(state)
-        if self.storage.control.asked("per_device_state"):
-            state = with_device_rows(state, self.storage.axes, self.storage.control)
-        storage, traced = self.storage, is_traced(state)
-        stored, leaves, treedef = storage.place((state,), whole=traced)
+        storage, state = self.storage, close_static(state)
+        state = self._rows_in(state, argument)
+        states, traced = storage.states_of(state, argument), is_traced(state)
+        stored, leaves, _ = storage.place(states, whole=traced)
         given = map(stored_array, jax.tree.leaves(state))
         stored = [
             jax.numpy.copy(x) if x is old and not traced else x
             for x, old in zip(stored, given, strict=True)
         ]
-        made = jax.tree.unflatten(treedef, storage.as_leaves(stored, leaves))
-        return open_static(made[0])
+        made = storage.as_leaves(stored, leaves)
+        return open_static(jax.tree.unflatten(jax.tree.structure(state), made))
 
     @overload
     def unshard(self, state: State, process: None = None) -> State: ...
@@ -200,27 +245,37 @@ class StateMethods:
         return made[0] if len(made) == 1 else made
 
     @names_step
-    def shardings(self, state: Any) -> Any:
+    def shardings(self, state: Any, *, argument: Argument | None = None) -> Any:
         """The `NamedSharding` of every leaf, as stored.
 
         Args:
           state: a state or its `ShapeDtypeStruct`s, whole or stored.
+          argument: which of several state arguments it is, as for `shard`.
 
         Returns:
           Pytree of `NamedSharding`.
         """
-        leaves, treedef = self.storage.leaves((close_static(state),))
+        state = close_static(state)
+        leaves, _ = self.storage.leaves(self.storage.states_of(state, argument))
         avals = [self.storage.whole_aval(x, s) for x, s in self.storage.each(leaves)]
         shardings = [x.sharding for x in avals]
+        treedef = jax.tree.structure(state)
         made = in_containers(treedef, shardings, "shardings", "NamedShardings")
-        return open_static(made[0])
+        return open_static(made)
 
-    def _with_rows(self, init_fn: Callable[..., Any]) -> Callable[..., Any]:
+    def _with_rows(
+        self, init_fn: Callable[..., Any], argument: Argument | None
+    ) -> Callable[..., Any]:
         """`init_fn` with a row for each device in what devices keep for themselves."""
-        axes, control = self.storage.axes, self.storage.control
-        if not control.asked("per_device_state"):
-            return init_fn
-        return lambda *args: with_device_rows(init_fn(*args), axes, control)
+        return lambda *args: self._rows_in(init_fn(*args), argument)
+
+    def _rows_in(self, state: Any, argument: Argument | None) -> Any:
+        """A state with these rows."""
+        if not self.storage.control.asked("per_device_state"):
+            return state
+        states = self.storage.states_of(state, argument)
+        rows = with_device_rows(states, self.storage.axes, self.storage.control)
+        return jax.tree.unflatten(jax.tree.structure(state), rows)
 
 
 def is_traced(tree: Any) -> bool:

@@ -191,29 +191,6 @@ class Named(dict[str, Any]):
         return cls(zip(names, values, strict=True))
 
 
-@jax.tree_util.register_pytree_with_keys_class
-class NamedStates(tuple[Any, ...]):
-    """Several state arguments, whose leaves are called after the arguments."""
-
-    names: tuple[str, ...]
-
-    def __new__(cls, names: Sequence[str], values: Sequence[Any]) -> "NamedStates":
-        made = super().__new__(cls, values)
-        made.names = tuple(names)
-        return made
-
-    def tree_flatten_with_keys(self) -> tuple[list[Any], tuple[str, ...]]:
-        """The arguments in order."""
-        named = zip(self.names, self, strict=True)
-        return [(DictKey(name), value) for name, value in named], self.names
-
-    @classmethod
-    def tree_unflatten(
-        cls, names: tuple[str, ...], values: Sequence[Any]
-    ) -> "NamedStates":
-        return cls(names, tuple(values))
-
-
 @dataclass(frozen=True, slots=True)
 class ArgumentKey:
     """The key of an argument among those that are not state: it is called as the step

@@ -4,21 +4,19 @@ In: options of `fully_shard`, each a value or a mapping from path patterns to va
 Out: a frozen `Control`, and from it one `LeafControl` per leaf.
 """
 
-import difflib
-import fnmatch
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, make_dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 
-from shardfn._core.errors import ShardingError, call_site, called, cannot_be, listed
+from shardfn._core.errors import ShardingError, call_site, called, cannot_be
 from shardfn._core.leaf_options import LEAF_OPTIONS, LeafOptions
 from shardfn._core.option_values import Option, StoredAxis, gives_axes
+from shardfn._core.path_patterns import advice, first_match, matches
 from shardfn._core.quantized import is_quantized
 from shardfn._core.sharding import Axes
-from shardfn._core.shown_limits import SHOWN_MATCHES
 
 Choices = tuple[tuple[str, Any], ...]
 """Path patterns and what they choose, the first match first."""
@@ -77,6 +75,11 @@ class Control:
         return tuple(value for _, value in dict(self.choices).get(option, ()))
 
     @property
+    def patterns(self) -> set[str]:
+        """The path patterns of all options."""
+        return {pattern for _, choices in self.choices for pattern, _ in choices}
+
+    @property
     def quantizes_gathers(self) -> bool:
         """Whether it is asked of some leaf that it be gathered quantized."""
         asked = self.asked("gather_dtype")
@@ -85,7 +88,7 @@ class Control:
     def is_named(self, option: str, leaves: Sequence[str]) -> bool:
         """Whether one option names each of these leaves, by its whole path."""
         patterns = [pattern for pattern, _ in dict(self.choices).get(option, ())]
-        named = (_first(patterns, leaf) == leaf for leaf in leaves)
+        named = (first_match(patterns, leaf) == leaf for leaf in leaves)
         return bool(leaves) and all(named)
 
     @property
@@ -98,9 +101,20 @@ class Control:
             given[option] = patterns if of_patterns else dict(choices)
         return given
 
-    def check(self, leaves: Iterable[str]) -> None:
+    def check(
+        self,
+        leaves: Iterable[str],
+        is_part: bool = False,
+        may_be: Collection[str] = (),
+    ) -> None:
         """Raises if a pattern names none of the state's leaves, or only such as an
-        earlier, wider one has taken with another value."""
+        earlier, wider one has taken with another value.
+
+        Args:
+          leaves: names of the leaves.
+          is_part: whether the step has other states, whose leaves a pattern may name.
+          may_be: arguments that may be states, too, for errors.
+        """
         names = list(leaves)
         self._check_dtypes()
         self._check_axes_and(names)
@@ -108,10 +122,13 @@ class Control:
             wider: list[tuple[str, Any, set[str]]] = []
             for pattern, value in choices:
                 taken = {name for name in names if matches(name, pattern)}
+                if not taken and is_part:
+                    continue
                 if not taken:
+                    meant = advice(pattern, names, may_be)
                     raise ShardingError(
                         f"{option} names '{pattern}', which matches no leaf of the "
-                        f"state.\n{called()}{self._given()}{advice(pattern, names)}"
+                        f"state.\n{called()}{self._given()}{meant}"
                     )
                 for earlier, other, matched in wider:
                     if matched > taken and other != value:
@@ -259,38 +276,10 @@ def _agreed(asked: Sequence[LeafControl]) -> LeafControl:
 def _of(control: Control, leaf: str) -> LeafControl:
     chosen: dict[str, Any] = {}
     for option, choices in control.choices:
-        pattern = _first((p for p, _ in choices), leaf)
+        pattern = first_match((p for p, _ in choices), leaf)
         if pattern is not None:
             chosen[option] = dict(choices)[pattern]
     return LeafControl(**chosen)
-
-
-def _first(patterns: Iterable[str], leaf: str) -> str | None:
-    """The pattern that counts for a leaf."""
-    return next((pattern for pattern in patterns if matches(leaf, pattern)), None)
-
-
-def advice(pattern: str, names: Sequence[str]) -> str:
-    """Advice for a pattern that matches none of `names`: what was meant, if it can be
-    known."""
-    inner = {n.rsplit("/", i)[0] for n in names for i in range(1, n.count("/") + 1)}
-    subtrees = [f"{name}/*" for name in sorted(inner)] if "*" in pattern else inner
-    ends = [
-        n for n in (*names, *sorted(inner)) if fnmatch.fnmatchcase(n, f"*/{pattern}")
-    ]
-    close = ends if len(ends) < 2 else [f"*/{pattern}"]
-    close = close or difflib.get_close_matches(pattern, [*names, *sorted(subtrees)])
-    meant = f"Did you mean {' or '.join(map(repr, close))}? " if close else ""
-    return (
-        f"{meant}The leaves are {listed(names, SHOWN_MATCHES)}. A pattern names "
-        "leaves or subtrees; * stands for any characters."
-    )
-
-
-def matches(leaf: str, pattern: str) -> bool:
-    """Whether `pattern` names the leaf, or a subtree that it lies in."""
-    whole = fnmatch.fnmatchcase(leaf, pattern)
-    return whole or fnmatch.fnmatchcase(leaf, f"{pattern}/*")
 
 
 def axis_of(entry: StoredAxis) -> str:

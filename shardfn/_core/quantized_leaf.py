@@ -16,9 +16,9 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from shardfn._core.control import matches
 from shardfn._core.errors import ShardingError, listed
 from shardfn._core.leaves import leaf_name
+from shardfn._core.path_patterns import matches
 from shardfn._core.quantize import dequantize, quantize
 from shardfn._core.quantized import DTYPES, SCALE_BITS, SCALE_DTYPE, Quantized
 

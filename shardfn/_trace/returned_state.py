@@ -12,7 +12,6 @@ import jax
 from jax.tree_util import tree_flatten_with_path
 
 from shardfn._core.call_arguments import (
-    NamedStates,
     StateArguments,
     children,
     part,
@@ -24,6 +23,7 @@ from shardfn._core.errors import (
     step_name,
 )
 from shardfn._core.leaves import Leaf, leaf_name, path_name
+from shardfn._core.named_states import NamedStates
 from shardfn._core.shown_limits import SHOWN_STATIC
 from shardfn._core.static_leaves import Static
 from shardfn._trace.containers import Closed, opened

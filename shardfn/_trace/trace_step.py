@@ -14,7 +14,6 @@ import numpy as np
 
 from shardfn._core import compat
 from shardfn._core.call_arguments import (
-    NamedStates,
     Rest,
     StateArguments,
     by_place,
@@ -28,6 +27,7 @@ from shardfn._core.errors import (
     called,
 )
 from shardfn._core.leaves import Leaf
+from shardfn._core.named_states import NamedStates
 from shardfn._core.new_leaves import new_leaves
 from shardfn._core.program import Program
 from shardfn._core.sharding import Axes, Sharding

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from shardfn._core.control import advice, matches
 from shardfn._core.errors import ShardingError, call_site, where
 from shardfn._core.limits import DUPLICATED_BYTES
+from shardfn._core.path_patterns import advice, matches
 from shardfn._core.program import Node
 from shardfn._core.sharding import Axes
 from shardfn._core.shown_limits import SHOWN_NAMES

@@ -7,7 +7,7 @@ parameter.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +19,7 @@ from shardfn._core.control import NOTHING_ASKED, Control, axis_of
 from shardfn._core.errors import ShardingError, called
 from shardfn._core.leaves import leaf_name
 from shardfn._core.limits import FEATURE_ELEMENTS, PADDING_SHARE, TPU_TILE
+from shardfn._core.named_states import lies_in_part
 from shardfn._core.option_values import StoredAxis, shown_axes
 from shardfn._core.residual import axis_of_terms
 from shardfn._core.sharding import (
@@ -30,6 +31,7 @@ from shardfn._core.sharding import (
     of_dim,
     on_axis,
 )
+from shardfn.storage._leaves import leaves_of
 from shardfn.storage._related_leaves import stacked_leaves
 
 Why = tuple[str, tuple[Any, ...]]
@@ -77,6 +79,7 @@ def layouts(
     min_size: int,
     autos: Sequence[AutoSplit | None] | None = None,
     control: Control = NOTHING_ASKED,
+    may_be: Collection[str] = (),
 ) -> tuple[Layout, ...]:
     """The stored sharding of every state leaf, and why.
 
@@ -87,6 +90,7 @@ def layouts(
       min_size: leaves with fewer elements are replicated.
       autos: how automatic axes split each leaf; those dimensions are taken.
       control: over which mesh axes each leaf is split.
+      may_be: arguments that may be states besides this one, for errors.
 
     Returns:
       One layout per leaf.
@@ -101,7 +105,7 @@ def layouts(
     ]
     stacks = stacked_leaves(ends, [leaf.shape for leaf in params])
     names = list(map(leaf_name, paths))
-    control.check(names)
+    control.check(names, any(map(lies_in_part, paths)), may_be)
     autos = [auto or () for auto in autos or [()] * len(stacks)]
     found = []
     for i, (name, leaf, axis) in enumerate(zip(names, leaves, summed, strict=True)):
@@ -156,16 +160,18 @@ def _per_device(name: str, leaf: Any, axes: Axes) -> Sharding:
     return tuple(Split(0) if size > 1 else None for size in axes.sizes)
 
 
-def with_device_rows(state: Any, axes: Axes, control: Control) -> Any:
-    """A state with a row for each device in the leaves that devices keep for
+def with_device_rows(
+    states: tuple[Any, ...], axes: Axes, control: Control
+) -> list[Any]:
+    """The leaves of states, with a row for each device in those that devices keep for
     themselves."""
-
-    def leaf(path: Any, x: Any) -> Any:
-        if not control.of(leaf_name(path)).per_device_state:
-            return x
-        return jnp.broadcast_to(x, (axes.devices, *jnp.shape(x)))
-
-    return jax.tree_util.tree_map_with_path(leaf, state)
+    leaves, _ = leaves_of(states, "state")
+    return [
+        jnp.broadcast_to(x, (axes.devices, *jnp.shape(x)))
+        if control.of(leaf_name(leaf.path)).per_device_state
+        else x
+        for leaf, x in zip(leaves, jax.tree.leaves(states), strict=True)
+    ]
 
 
 def _leaf_sharding(

@@ -19,6 +19,7 @@ from shardfn._core.automatic_axes import auto_split
 from shardfn._core.call_arguments import Named
 from shardfn._core.errors import ShardingError, called
 from shardfn._core.leaves import Leaf, path_name
+from shardfn._core.named_states import NamedStates
 from shardfn._core.sharding import (
     Axes,
     Sharding,
@@ -38,7 +39,8 @@ def leaves_of(
 ) -> tuple[list[Leaf], Any]:
     """The leaves of some arguments, on logical shapes, and their tree structure.
 
-    Paths start with the argument's number unless there is only one argument.
+    Paths start with the argument's name, or else its number, which one argument alone
+    has not.
 
     Args:
       tree: the arguments.
@@ -49,7 +51,7 @@ def leaves_of(
       The leaves and the structure.
     """
     flat, treedef = tree_flatten_with_path(tree)
-    skip = 1 if len(tree) == 1 else 0
+    skip = 1 if len(tree) == 1 and not isinstance(tree, NamedStates) else 0
     leaves = []
     for path, x in flat:
         aval = abstract(x, path[skip:], what)

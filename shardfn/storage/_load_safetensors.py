@@ -118,7 +118,8 @@ def load_safetensors(
         arrays = [jax.device_put(x, aval.sharding) for x, aval in pairs]
     else:
         storage = step.storage
-        pairs = zip(arrays, storage.each(leaves), strict=True)
+        named, _, _ = storage.own_leaves(state)
+        pairs = zip(arrays, storage.each(named), strict=True)
         arrays = [storage.place_leaf(x, *leaf) for x, leaf in pairs]
         arrays = storage.as_leaves(arrays, leaves)
     return open_static(jax.tree.unflatten(treedef, arrays)[0])

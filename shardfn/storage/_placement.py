@@ -42,7 +42,9 @@ class Storage(StoredLayout):
     def on(self, mesh: Mesh) -> "Storage":
         """The same on another mesh with the same axis names."""
         axes = axes_over(mesh, self.axes.names, self.control)
-        return Storage(automatic(mesh), mesh, axes, self.min_size, self.control)
+        return Storage(
+            automatic(mesh), mesh, axes, self.min_size, self.control, names=self.names
+        )
 
     def place(
         self, states: tuple[Any, ...], whole: bool = False
@@ -143,7 +145,7 @@ class Storage(StoredLayout):
                 f"there is no process {process!r} to put the state together on.\n"
                 f"{called()}Pass one of 0 to {processes.count() - 1}."
             )
-        leaves, treedef = self.leaves(states)
+        leaves, treedef = self.leaves(states, undecided=True)
         is_here = process is None or processes.index() == process
         arrays = []
         stored = map(stored_array, jax.tree.leaves(states))
@@ -155,7 +157,7 @@ class Storage(StoredLayout):
 
     def whole(self, states: tuple[Any, ...]) -> Any:
         """Stored states with every leaf whole on the first device of the mesh."""
-        leaves, treedef = self.leaves(states)
+        leaves, treedef = self.leaves(states, undecided=True)
         if any(not x.is_fully_addressable for x in _placed(states)):
             raise ShardingError(
                 "the devices of the mesh belong to several processes, and none of "
@@ -222,12 +224,13 @@ class HasStorage(Protocol):
 def stored_avals(
     step: HasStorage | None, state: Any
 ) -> tuple[Sequence[Leaf], Any, list[jax.ShapeDtypeStruct]]:
-    """The leaves of a state, their structure, and shapes, dtypes and shardings of the
-    arrays that store them: as a step does, or whole on the first device."""
+    """The leaves of a state, by their paths in it, their structure, and shapes, dtypes
+    and shardings of the arrays that store them: as a step does, or whole on the first
+    device."""
     if step is not None:
         storage = step.storage
-        leaves, treedef = storage.leaves((state,))
-        return leaves, treedef, [storage.stored_aval(*x) for x in storage.each(leaves)]
+        leaves, own, treedef = storage.own_leaves(state)
+        return own, treedef, [storage.stored_aval(*x) for x in storage.each(leaves)]
     leaves, treedef = leaves_of((state,), "state")
     here = SingleDeviceSharding(processes.own_device())
     avals = [

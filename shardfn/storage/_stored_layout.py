@@ -27,9 +27,11 @@ from shardfn._core.leaves import Leaf, leaf_name
 from shardfn._core.memories import HOST, kind_of
 from shardfn._core.offloading import OffloadChoice
 from shardfn._core.sharding import Axes, Sharding, stored_shape
+from shardfn._core.state_names import Argument, StateNames, StateReading
 from shardfn.storage._layout import layouts
 from shardfn.storage._leaves import abstract, leaves_of
 from shardfn.storage._mesh_context import current_mesh
+from shardfn.storage._named_trees import states_of
 from shardfn.storage._padding import to_stored
 from shardfn.storage._related_leaves import with_moments
 from shardfn.storage._shared_variables import refuse_shared
@@ -53,6 +55,8 @@ class StoredLayout:
 
     `chosen` has by name and shape the choice that a leaf was part of whose memory
     `offload` left to the first plan.
+
+    `names` says what the leaves of a state are called.
     """
 
     mesh: Mesh
@@ -64,6 +68,7 @@ class StoredLayout:
     chosen: dict[tuple[str, tuple[int, ...]], OffloadChoice] = field(
         default_factory=dict
     )
+    names: StateNames = field(default_factory=StateNames)
 
     def abstract(self, leaves: Sequence[Leaf]) -> list[jax.ShapeDtypeStruct]:
         """The leaves as arguments without values, still split over automatic axes."""
@@ -107,6 +112,7 @@ class StoredLayout:
             self.min_size,
             [leaf.auto for leaf in leaves],
             self.control,
+            self.names.may_be,
         )
         return tuple(layout.sharding for layout in found)
 
@@ -121,9 +127,30 @@ class StoredLayout:
         if `undecided`, with those on the device whose memory is to be chosen."""
         refuse_shared(states)
         leaves, treedef = leaves_of(states, "state", self.auto_sizes)
+        self.names.see(states, _shapes(leaves))
         known = self.splits.get((treedef, _shapes(leaves)), [])
         leaves = _like_moments(_split_as_known(jax.tree.leaves(states), leaves, known))
         return tuple(self._in_memory(x, undecided) for x in leaves), treedef
+
+    def states_of(self, tree: Any, argument: Argument | None = None) -> tuple[Any, ...]:
+        """A tree as the states that it is, whose leaves have their names in plans."""
+        return states_of(tree, self.names, self.control, argument)
+
+    def own_leaves(
+        self, tree: Any, argument: Argument | None = None
+    ) -> tuple[tuple[Leaf, ...], tuple[Leaf, ...], Any]:
+        """The leaves of a tree with their names in plans, and with their paths in the
+        tree, as files have them; and its structure, in a tuple."""
+        leaves, _ = self.leaves(self.states_of(tree, argument))
+        own, treedef = leaves_of((tree,), "state")
+        each = zip(leaves, own, strict=True)
+        return leaves, tuple(replace(x, path=y.path) for x, y in each), treedef
+
+    def reading_of(self, made: Made, argument: Argument | None = None) -> StateReading:
+        """Which states a function makes, read without its containers."""
+        shapes = [x.shape for x in made.leaves]
+        given = made.treedef, made.paths, shapes, self.control, argument
+        return self.names.reading(*given)
 
     def made_leaves(self, made: Made, undecided: bool = False) -> tuple[Leaf, ...]:
         """The leaves of a state that a function makes, as `leaves` gives them."""

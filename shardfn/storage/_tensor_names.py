@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 import jax.numpy as jnp
 
-from shardfn._core.control import advice, matches
 from shardfn._core.errors import call_site
 from shardfn._core.leaves import Leaf, leaf_name
+from shardfn._core.path_patterns import advice, matches
 from shardfn.storage._boxes import Shape
 from shardfn.storage._key_words import words_of
 from shardfn.storage._tensor_axes import (

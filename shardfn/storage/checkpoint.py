@@ -291,6 +291,8 @@ class Checkpoints:
 
     def _stored(self, state: Any) -> tuple[list[jax.Array], Sequence[Leaf], Any]:
         if self.step is not None:
-            return self.step.storage.place((state,))
+            _, leaves, treedef = self.step.storage.own_leaves(state)
+            stored, _, _ = self.step.storage.place(self.step.storage.states_of(state))
+            return stored, leaves, treedef
         leaves, treedef = leaves_of((state,), "state")
         return [jnp.asarray(x) for x in jax.tree.leaves(state)], leaves, treedef

@@ -134,7 +134,7 @@ def _tensors(
     if step is None:
         leaves, _ = leaves_of((state,), "state")
     else:
-        leaves, _ = step.storage.leaves((state,))
+        leaves = step.storage.own_leaves(state)[1]
     found: dict[str, _Tensor] = {}
     for leaf, x in zip(leaves, jax.tree.leaves(state), strict=True):
         name = names(leaf_name(leaf.path))

@@ -43,6 +43,12 @@ class NextArguments:
         """The new states among results."""
         return self._together([part(out, path) for path in self.meaning.places])
 
+    @property
+    def returned(self) -> tuple[str, ...] | None:
+        """The names of the states that `states` has; None of one alone."""
+        names = self.names[: len(self.meaning.places)]
+        return (names or None) if len(self.names) > 1 else None
+
     def others(self, out: Any) -> Any:
         """The results that are no new states: one as it is."""
         count = len(self.meaning.places)

@@ -129,7 +129,7 @@ def assert_parity(
             tol=tol,
             ignore=ignore,
             weak_types=False,
-            stored=_how_stored(sharded, then.states(got)),
+            stored=_how_stored(sharded, then.states(got), then.returned),
             moved=functools.partial(by_rounding, then.states),
         )
     if decided:
@@ -301,10 +301,10 @@ def _next_arguments(step: ShardedStep, args: Sequence[Any]) -> NextArguments:
     return NextArguments(meaning, names)
 
 
-def _how_stored(step: ShardedStep, state: Any) -> dict[str, str]:
-    leaves, _ = step.storage.leaves((state,))
-    axes = step.storage.axes
-    return {leaf.name: show(s, axes) for leaf, s in step.storage.each(leaves)}
+def _how_stored(step: ShardedStep, state: Any, argument: Any = None) -> dict[str, str]:
+    storage = step.storage
+    leaves, _ = storage.leaves(storage.states_of(state, argument))
+    return {leaf.name: show(s, storage.axes) for leaf, s in storage.each(leaves)}
 
 
 def _assert_is_split(step: ShardedStep, stored: Any, where: str) -> None:

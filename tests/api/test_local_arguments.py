@@ -129,6 +129,25 @@ def test_a_state_is_found_wherever_it_stands(kind: str) -> None:
     assert_same(mapped(run, (specs,))(given), step(*args, **named))
 
 
+@pytest.mark.parametrize("asked", [(0, 1), (1, 0)], ids=str)
+def test_states_said_by_hand_that_are_read_only(asked) -> None:
+    """They do not come back; given by hand, they are in the order of `state_argnums`,
+    and shards have one shape."""
+
+    def frozen_first(frozen, w, x):
+        return {"w": w["w"] + frozen["w"].sum()}, (x.sum(0) @ w["w"]).min()
+
+    step = shardfn.fully_shard(frozen_first, min_size=8, state_argnums=asked)
+    local = step.with_state(*((LONG, WIDE)[i] for i in asked))
+
+    def run(frozen, w, x):
+        new, low = local(local.shard(frozen), local.shard(w), x)
+        return step.with_state(WIDE).unshard(new), low
+
+    out = mapped(run, (P(), P(), P("data")))(LONG, WIDE, X)
+    assert_same(out, frozen_first(LONG, WIDE, X))
+
+
 def test_several_states_said_by_hand() -> None:
     """Of one structure, and with shards of one shape: their order tells them apart."""
 
