@@ -30,6 +30,7 @@ from shardfn._api.methods import Known, Method, binds, bound_to
 from shardfn._api.plain_step import PlainStep
 from shardfn._api.planner import plan_init
 from shardfn._core import compat
+from shardfn._core.argument_values import MESH, check_arguments
 from shardfn._core.call_arguments import StateArguments
 from shardfn._core.errors import ShardingError, called, names_step
 from shardfn._core.limits import BATCH_KINDS
@@ -217,6 +218,7 @@ class LocalStep(Generic[P, R]):
         Returns:
           Pytree of `PartitionSpec`.
         """
+        check_arguments("specs", mesh=(mesh, MESH))
         axes = Axes(self.names, tuple(mesh.shape[n] for n in self.names))
         given = self._see(close_static(state), argument)
         specs = [

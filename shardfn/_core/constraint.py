@@ -14,6 +14,7 @@ from jax.extend.core import JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
+from shardfn._core.argument_values import SPEC, check_arguments
 from shardfn._core.errors import ShardingError, call_site, where
 from shardfn._core.sharding import (
     Axes,
@@ -94,6 +95,7 @@ def constrain(x: Any, spec: PartitionSpec) -> Any:
       [('all_to_all', (8, 16))]
     """
 
+    check_arguments("constrain", spec=(spec, SPEC))
     twice = named_twice(spec)
     if twice is not None:
         raise ValueError(

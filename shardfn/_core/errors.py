@@ -156,11 +156,13 @@ def listed(names: Sequence[str], shown: int = SHOWN_LEAVES) -> str:
     return ", ".join(f"'{name}'" for name in names[:shown]) + more
 
 
-def cannot_be(option: str, value: Any, advice: str) -> NoReturn:
-    """Refuses a value of an option of `fully_shard`."""
+def cannot_be(
+    option: str, value: Any, advice: str, asker: str = "fully_shard"
+) -> NoReturn:
+    """Refuses a value of an option of `fully_shard`, or an argument of `asker`."""
     raise ShardingError(
         f"{option} cannot be {_short.repr(value)}.\n"
-        f"  fully_shard was called at {call_site()}\n{advice}"
+        f"  {asker} was called at {call_site()}\n{advice}"
     )
 
 

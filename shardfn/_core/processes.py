@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from shardfn._core import compat
+from shardfn._core.argument_values import NUMBERS, TEXT, check_arguments
 from shardfn._core.errors import ShardingError, call_site, called
 from shardfn._core.limits import PROCESS_SECONDS
 from shardfn._core.shown_limits import SHOWN_LINES
@@ -120,6 +121,9 @@ def assert_processes_agree(
       >>> import shardfn
       >>> shardfn.assert_processes_agree("choices", "seed 0\\nlearning rate 0.001")
     """
+    check_arguments(
+        "assert_processes_agree", text=(text, TEXT), group=(group, NUMBERS.or_none())
+    )
     client, numbers = compat.distributed_client(), together(group)
     if not numbers:
         return

@@ -16,6 +16,14 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
+from shardfn._core.argument_values import (
+    ARRAY,
+    DTYPE,
+    MAPPING,
+    POSITIVE,
+    TEXT,
+    check_arguments,
+)
 from shardfn._core.errors import ShardingError, listed
 from shardfn._core.leaves import leaf_name
 from shardfn._core.path_patterns import matches
@@ -55,6 +63,7 @@ class QuantizedLeaf:
         Inside of a sharded step it is gathered in eight bits, if it is used as it is
         here; what is done to it first, such as a transpose, is done on the shard.
         """
+        check_arguments("dequantize", dtype=(dtype, DTYPE.or_none()))
         to = jnp.dtype(self.dtype if dtype is None else dtype).name
         elements, scales = map(lax.stop_gradient, (self.elements, self.scales))
         return dequantize_p.bind(elements, scales, block=self.block, dtype=to)
@@ -91,9 +100,13 @@ def quantize_leaves(tree: Any, dtypes: Mapping[str, Any], block: int = 128) -> A
     References:
       Dettmers et al., QLoRA (arXiv:2305.14314).
     """
+    check_arguments(
+        "quantize_leaves", dtypes=(dtypes, MAPPING), block=(block, POSITIVE)
+    )
     flat, treedef = jax.tree.flatten_with_path(tree)
     names = [leaf_name(path) for path, _ in flat]
     for pattern, dtype in dtypes.items():
+        check_arguments("quantize_leaves", pattern=(pattern, TEXT))
         if dtype is not None and str(dtype) not in DTYPES:
             raise ShardingError(
                 f"quantize_leaves cannot store '{pattern}' as {dtype!r}.\n"
@@ -112,6 +125,7 @@ def quantize_leaves(tree: Any, dtypes: Mapping[str, Any], block: int = 128) -> A
 
 
 def _quantized(name: str, x: Any, dtype: str, block: int) -> QuantizedLeaf:
+    check_arguments("quantize_leaves", **{f"leaf '{name}'": (x, ARRAY)})
     if not jnp.issubdtype(x.dtype, jnp.floating) or not x.ndim or x.shape[-1] % block:
         raise ShardingError(
             f"quantize_leaves cannot quantize '{name}', {x.dtype} of shape "

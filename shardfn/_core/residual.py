@@ -17,6 +17,7 @@ from jax.interpreters import batching, mlir
 from jax.sharding import AbstractMesh, Mesh
 from jax.tree_util import GetAttrKey
 
+from shardfn._core.argument_values import COUNT, MESH, NUMERIC, TEXT, check_arguments
 from shardfn._core.errors import ShardingError, called
 from shardfn._core.leaves import path_name
 from shardfn._core.limits import QUANTIZED_ELEMENTS
@@ -89,6 +90,12 @@ def zero_residuals(
       >>> residuals["w"].terms.shape
       (2, 256, 512)
     """
+    check_arguments(
+        "zero_residuals",
+        mesh=(mesh, MESH),
+        axis=(axis, TEXT),
+        min_size=(min_size, COUNT.or_none()),
+    )
     least = QUANTIZED_ELEMENTS if min_size is None else min_size
     if axis not in mesh.shape:
         raise ShardingError(
@@ -98,6 +105,7 @@ def zero_residuals(
         )
 
     def zeros(x: Any) -> Residual | None:
+        check_arguments("zero_residuals", params=(x, NUMERIC))
         shape = jnp.shape(x)
         is_float = jnp.issubdtype(jnp.result_type(x), jnp.floating)
         if not is_float or math.prod(shape) < least:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from jax.stages import Compiled
 
 from shardfn._core import compat
+from shardfn._core.argument_values import COMPILED, PATTERN, check_arguments
 from shardfn._core.control import Control
 from shardfn._core.offloading import OffloadChoice
 from shardfn._core.plan import BodyPlan
@@ -104,6 +105,7 @@ class Plan:
           >>> step.plan(*args).verify(step.lower(*args).compile()).ok
           True
         """
+        check_arguments("verify", compiled=(compiled, COMPILED))
         is_text = isinstance(compiled, str)
         text = compiled if is_text else compiled.as_text()
         if text is None:
@@ -148,6 +150,7 @@ class Plan:
             8 devices divide dimension 0 of 64, in parts that fill TPU tiles ...
             forward all_gather over data: 64x64 float32, 14.0 KiB sent, at ...
         """
+        check_arguments("explain", pattern=(pattern, PATTERN))
         lines = self.collectives
         return explain(
             pattern, self.leaves, lines, self.operations, self.axes, self.transfers

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from shardfn._core.errors import cannot_be
 from shardfn._core.limits import HOST_BOUND, HOST_HIDDEN, PREALLOCATED_SHARE
 from shardfn._core.memories import DEVICE, HOST
 from shardfn._core.tuning_limits import ADVISED, ADVISED_SHARE
@@ -55,6 +56,12 @@ def compare(reports: Mapping[str, Report]) -> str:
       >>> pages["a layer ahead"] = ahead.on("h100:8", state, batch)  # doctest: +SKIP
       >>> html = shardfn.analysis.compare(pages)  # doctest: +SKIP
     """
+    is_one = isinstance(reports, Mapping) and all(
+        isinstance(report, Report) for report in reports.values()
+    )
+    if not is_one:
+        advice = "Pass what step.on(...) returns, by name: {'as it is': report}."
+        cannot_be("reports", reports, advice, "compare")
     if not reports:
         raise ValueError(
             "compare() was given no report.\n"

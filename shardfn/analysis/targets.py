@@ -22,6 +22,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
+from shardfn._core.argument_values import COUNTS, NAMES, TEXT, check_arguments
 from shardfn.analysis._data_sheets import DATA_SHEETS, Target
 from shardfn.analysis._gpus import GPUS, target_config
 
@@ -55,6 +56,7 @@ def target(name: str) -> Target:
       >>> target("h100:16").topology
       '2x1x8'
     """
+    check_arguments("target", name=(name, TEXT))
     name = name.lower()
     if match := re.fullmatch(r"tpu:(\w+):(\d+(?:x\d+){1,2})", name):
         chip, shape = match.groups()
@@ -80,7 +82,6 @@ def target(name: str) -> Target:
     )
 
 
-@functools.cache
 def devices(name: str) -> tuple[jax.Device, ...]:  # pyright: ignore
     """Devices of a target that is not there: programs compile for them but do not run.
 
@@ -103,6 +104,12 @@ def devices(name: str) -> tuple[jax.Device, ...]:  # pyright: ignore
       >>> len(devices("h100:8"))
       8
     """
+    check_arguments("devices", name=(name, TEXT))
+    return _devices(name)
+
+
+@functools.cache
+def _devices(name: str) -> tuple[jax.Device, ...]:  # pyright: ignore
     asked = target(name)
     if reason := missing(name):
         raise ImportError(reason)
@@ -137,6 +144,9 @@ def mesh(
       >>> mesh("h100:8", ("replica", "data"), (2, 4)).shape["data"]
       4
     """
+    check_arguments(
+        "mesh", axis_names=(axis_names, NAMES), shape=(shape, COUNTS.or_none())
+    )
     count = target(name).num_devices
     sizes = (count,) if shape is None else shape
     if len(sizes) != len(axis_names) or math.prod(sizes) != count:

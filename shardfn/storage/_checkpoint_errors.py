@@ -45,6 +45,13 @@ def check_extra(extra: Mapping[str, Any]) -> None:
 
 def check_leaves(leaves: Sequence[Leaf]) -> None:
     """Refuses what has no name or no dtype on disk."""
+    if not leaves:
+        raise CheckpointError(
+            "the state has no arrays, so that there is nothing to save.\n"
+            f"  save was called at {call_site()}\n"
+            "Pass the state that step.init or the step returned; what is no array "
+            "goes into extra=."
+        )
     names = Counter(leaf.name.replace("/", ".") for leaf in leaves)
     for leaf in leaves:
         if names[leaf.name.replace("/", ".")] > 1:

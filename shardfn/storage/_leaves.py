@@ -276,4 +276,4 @@ def _check_names(leaf: Leaf, spec: PartitionSpec | None, axes: Axes) -> None:
 
 def is_text(name: str) -> bool:
     """Whether a name can be written as UTF-8, which half a surrogate pair cannot."""
-    return name == name.encode(errors="ignore").decode()
+    return isinstance(name, str) and name == name.encode(errors="ignore").decode()

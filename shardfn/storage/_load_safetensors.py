@@ -15,6 +15,13 @@ import jax
 import numpy as np
 
 from shardfn._core import compat, processes
+from shardfn._core.argument_values import (
+    MAPPING_OR_FUNCTION,
+    PATH,
+    STEP,
+    TEXTS,
+    check_arguments,
+)
 from shardfn._core.errors import call_site
 from shardfn._core.leaves import Leaf, leaf_name
 from shardfn._core.limits import FILLED_SHARE, READ_BYTES
@@ -98,6 +105,13 @@ def load_safetensors(
       >>> print(state["up"].sharding.spec, state["up"][:, 0, 0])
       P(None, None, 'data') [0.  0.5]
     """
+    check_arguments(
+        "load_safetensors",
+        path=(path, PATH),
+        step=(step, STEP.or_none()),
+        names=(names, MAPPING_OR_FUNCTION.or_none()),
+        allow_missing=(allow_missing, TEXTS),
+    )
     allowed = [allow_missing] if isinstance(allow_missing, str) else allow_missing
     group = None if step is None else processes.of(step.mesh.devices.flat)
     state = close_static(state)

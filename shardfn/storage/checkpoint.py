@@ -16,7 +16,15 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from shardfn._core import compat, processes
-from shardfn._core.errors import call_site
+from shardfn._core.argument_values import (
+    COUNT,
+    FLAG,
+    MAPPING,
+    PATH,
+    STEP,
+    check_arguments,
+)
+from shardfn._core.errors import call_site, cannot_be
 from shardfn._core.leaves import Leaf
 from shardfn._core.limits import CHUNK_BYTES
 from shardfn._core.static_leaves import close_static, open_static
@@ -89,6 +97,12 @@ class Checkpoints:
         *,
         options: ocp.CheckpointManagerOptions | None = None,
     ) -> None:
+        check_arguments(
+            "Checkpoints", directory=(directory, PATH), step=(step, STEP.or_none())
+        )
+        if not isinstance(options, ocp.CheckpointManagerOptions | None):
+            advice = "Pass orbax.checkpoint.CheckpointManagerOptions, or None."
+            cannot_be("options", options, advice, "Checkpoints")
         self.directory = epath.Path(directory)
         self._files = CheckpointFiles(self.directory)
         self.step = step
@@ -156,6 +170,9 @@ class Checkpoints:
             state have the same path, or JSON cannot hold `extra`; nothing is written.
           Exception: what went wrong while an earlier checkpoint was written.
         """
+        check_arguments(
+            "save", number=(number, COUNT), extra=(extra, MAPPING.or_none())
+        )
         with in_all_processes(f"begun to save {number}", self._group):
             self.wait()
             self._check_number(number)
@@ -207,6 +224,7 @@ class Checkpoints:
             process cannot read its part for lack of memory, permission or network.
           Exception: what this process cannot read for such a reason.
         """
+        check_arguments("restore", partial=(partial, FLAG))
         at = "the latest checkpoint" if number is None else f"checkpoint {number}"
         with in_all_processes(f"read {at}", self._group):
             self.wait()
@@ -277,6 +295,7 @@ class Checkpoints:
             )
 
     def _found(self, number: int | None) -> int:
+        check_arguments("Checkpoints", number=(number, COUNT.or_none()))
         numbers = self.numbers
         if numbers and number is None:
             return numbers[-1]

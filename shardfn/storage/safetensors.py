@@ -23,6 +23,14 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardfn._core import compat, processes
+from shardfn._core.argument_values import (
+    FUNCTION,
+    MAPPING,
+    PATH,
+    STEP,
+    TEXT,
+    check_arguments,
+)
 from shardfn._core.errors import call_site
 from shardfn._core.leaves import Leaf, leaf_name
 from shardfn._core.static_leaves import close_static
@@ -69,6 +77,7 @@ def dotted(path: str) -> str:
     Returns:
       The same as `"params.layer.kernel"`.
     """
+    check_arguments("dotted", path=(path, TEXT))
     return path.replace("/", ".")
 
 
@@ -115,6 +124,13 @@ def write_safetensors(
       ...     print(names, load_file(f"{directory}/model")["layer.kernel"])
       ['layer.kernel'] [0. 1. 2. 3. 4.]
     """
+    check_arguments(
+        "write_safetensors",
+        path=(path, PATH),
+        step=(step, STEP.or_none()),
+        names=(names, FUNCTION),
+        metadata=(metadata, MAPPING.or_none()),
+    )
     tensors = _tensors(state, step, names)
     group = None if step is None else processes.of(step.mesh.devices.flat)
     with processes.meeting(f"written its part of {path}", group):
@@ -140,18 +156,18 @@ def _tensors(
         name = names(leaf_name(leaf.path))
         if name is None:
             continue
-        if name in found:
-            raise ExportError(
-                f"two leaves of the state would be called '{name}' in the file.\n"
-                f"  write_safetensors was called at {call_site()}\n"
-                "Pass names=, a function that gives each path a name of its own."
-            )
         if name == "__metadata__" or not is_text(name):
             raise ExportError(
                 f"state leaf {leaf_name(leaf.path)!a} would be called {name!a} in the "
                 f"file, which no reader takes.\n"
                 f"  write_safetensors was called at {call_site()}\n"
                 "Pass names=, a function that gives it another name, or None."
+            )
+        if name in found:
+            raise ExportError(
+                f"two leaves of the state would be called '{name}' in the file.\n"
+                f"  write_safetensors was called at {call_site()}\n"
+                "Pass names=, a function that gives each path a name of its own."
             )
         found[name] = _tensor(name, leaf, x)
     return sorted(found.values(), key=lambda t: (-t.dtype.itemsize, t.name))

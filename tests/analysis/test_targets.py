@@ -107,7 +107,7 @@ def test_a_name_that_is_none(name, message):
 )
 def test_a_compiler_that_is_not_installed(name, packages, monkeypatch):
     monkeypatch.setattr(targets, "_version", lambda package: "")
-    targets.devices.cache_clear()
+    targets._devices.cache_clear()
     with pytest.raises(ImportError) as error:
         targets.devices(name)
     assert str(error.value) == targets.missing(name)
@@ -133,7 +133,7 @@ def test_a_compiler_of_another_jax(name, package, needed, monkeypatch):
         "requires",
         lambda name: ["numpy>=2.0", 'libtpu==0.0.42.*; extra == "tpu"'],
     )
-    targets.devices.cache_clear()
+    targets._devices.cache_clear()
     with pytest.raises(RuntimeError) as error:
         targets.devices(name)
     assert str(error.value) == (
@@ -219,7 +219,7 @@ def test_the_environment_keeps_what_the_user_set(name, monkeypatch):
     monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "true")
     monkeypatch.delenv("ALLOW_MULTIPLE_LIBTPU_LOAD", raising=False)
     monkeypatch.setattr(targets.glob, "glob", lambda pattern: [])
-    targets.devices.cache_clear()
+    targets._devices.cache_clear()
     assert len(targets.devices(name)) == 4
     assert os.environ["TPU_SKIP_MDS_QUERY"] == "true"
     assert os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] == "1"

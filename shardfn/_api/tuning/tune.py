@@ -20,6 +20,8 @@ from shardfn._api.tuning.advise import advise, of_storage
 from shardfn._api.tuning.candidates import Candidate, Tuning, choose
 from shardfn._api.tuning.changed_options import with_options
 from shardfn._api.tuning.tuned_options import TunedOptions, state_of
+from shardfn._api.validate import check_step
+from shardfn._core.argument_values import FUNCTION, SIZE, WHOLE, check_arguments
 from shardfn._core.errors import ShardingError
 from shardfn._core.option_values import size_in
 from shardfn._core.tuning_limits import TUNED_COMPILATIONS, TUNED_SHARE
@@ -81,10 +83,17 @@ def tune(
       >>> found.save("tuned.json")  # doctest: +SKIP
       >>> step = shardfn.fully_shard(step, mesh, options="tuned.json")  # doctest: +SKIP
     """
+    check_arguments(
+        "tune",
+        memory=(memory, SIZE.or_none()),
+        compilations=(compilations, WHOLE),
+        progress=(progress, FUNCTION),
+    )
     if compilations < 1:
         raise ValueError(f"compilations={compilations}: pass one or more.")
     asked = None if memory is None else _bytes_of(memory)
     if not isinstance(step, ShardedStep):
+        check_step(step, "tune")
         step = fully_shard(step, targets.mesh(target))
     there = targets.target(target)
     search = _Search(step, target, args, named, mesh_shape, progress, compilations)
