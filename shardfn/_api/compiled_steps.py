@@ -5,7 +5,6 @@ of stored leaves.
 """
 
 import functools
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,7 +28,7 @@ from shardfn._core.call_arguments import (
     meaning_of,
     with_caches,
 )
-from shardfn._core.errors import OffloadWarning, called, step_name
+from shardfn._core.errors import OffloadWarning, called, step_name, warn
 from shardfn._core.host_values import has_host_values
 from shardfn._core.leaves import Leaf, leaf_name
 from shardfn._core.limits import BATCH_KINDS
@@ -124,13 +123,12 @@ class Programs:
         )
         self.storage.chosen.update(dict.fromkeys(keys, choice))
         if memory is None and not choice.fits:
-            warnings.warn(
+            warn(
                 f"{step_name()} takes {choice.taken} bytes of each device by its plan, "
                 f"more than offload={asked!r} allows: {bound}.\n{called()}Pass a "
                 "smaller batch, more devices or a larger bound, or rematerialize "
                 "activations with jax.checkpoint.",
                 OffloadWarning,
-                stacklevel=3,
             )
         return choice
 
@@ -218,14 +216,13 @@ class Programs:
         compiled with, where results depend on it."""
         on_host = has_host_values(planned.program, planned.body)
         if on_host and (needed := needed_options(self.options(planned))):
-            warnings.warn(
+            warn(
                 f"{step_name()} has values in the host's memory, and is part of "
                 "another program, which is compiled with options of its own.\n"
                 f"{called()}XLA for GPUs may read and write other parts of scanned "
                 f"stacks than it should. Pass compiler_options={needed} to the "
                 "jax.jit of that program, or call the step outside of it.",
                 OffloadWarning,
-                stacklevel=2,
             )
 
     def traced(self, states: tuple[Any, ...], batch: Rest) -> Any:

@@ -5,7 +5,6 @@ error or a warning where the compiler made something else than was planned, or a
 process planned another step.
 """
 
-import warnings
 from collections.abc import Callable, Sequence
 
 import jax
@@ -18,6 +17,7 @@ from shardfn._core.errors import (
     VerificationWarning,
     called,
     step_name,
+    warn,
 )
 from shardfn._lowering.planned_program import Planned
 from shardfn.analysis._program_hash import listing_of
@@ -81,4 +81,4 @@ def _check_compiled(
     )
     if verify == "error":
         raise ShardingError(f"{message}verify='warn' warns, and runs it as it is.")
-    warnings.warn(f"{message}It runs as it is.", VerificationWarning, stacklevel=2)
+    warn(f"{message}It runs as it is.", VerificationWarning)

@@ -3,8 +3,6 @@
 In: a planned step. Out: warnings, or an error in place of one if the user asked for it.
 """
 
-import warnings
-
 from shardfn._api.planner import describe
 from shardfn._api.residual_notes import warn_of_unused
 from shardfn._core.errors import (
@@ -15,6 +13,7 @@ from shardfn._core.errors import (
     UnusedAxisWarning,
     called,
     listed,
+    warn,
     where,
 )
 from shardfn._core.limits import REPLICATED_FLOPS, REPLICATED_SHARE
@@ -51,20 +50,19 @@ def _of_fallbacks(planned: Planned, strict: bool) -> None:
         )
         if strict:
             raise ShardingError(f"{message} strict=True refuses it.")
-        warnings.warn(message, UnsupportedPrimitiveWarning, stacklevel=3)
+        warn(message, UnsupportedPrimitiveWarning)
 
 
 def _of_replicated(planned: Planned) -> None:
     """Warns if most of a device's work is the same on every device."""
     work = work_of(planned.program, planned.body, planned.axes)
     if work.share > REPLICATED_SHARE and work.replicated >= REPLICATED_FLOPS:
-        warnings.warn(
+        warn(
             f"{work.share:.0%} of a device's FLOPs are the same on every device: "
             f"{work.replicated:.1e} per step, most of them\n  at {work.place}\n"
             "Nothing in them is split. Pass what they work on as a batch, or split it "
             "by shardfn.constrain, or accept the cost.",
             ReplicatedComputeWarning,
-            stacklevel=3,
         )
 
 
@@ -72,23 +70,21 @@ def _of_axes(planned: Planned) -> None:
     """Warns of mesh axes that the batch is not split over, nor anything else."""
     for name, size in planned.unused:
         over = (*(n for n, _ in planned.unused if n == name), *planned.axes.names)
-        warnings.warn(
+        warn(
             f"nothing is split over mesh axis '{name}': its {size} devices all compute "
             f"the same.\n{called()}Pass axis={over} to fully_shard to split the batch "
             "over it, too, or make a mesh without it.",
             UnusedAxisWarning,
-            stacklevel=3,
         )
 
 
 def _of_signs(planned: Planned) -> None:
     """Warns of signs that the update takes of gradients whose terms are quantized."""
     for names, node in inexact_signs(planned.program, planned.body):
-        warnings.warn(
+        warn(
             f"the update takes the sign of the gradient of {listed(names)}, whose "
             f"terms reduce_dtype quantizes: what is rounded to zero has no sign.\n"
             f"  at {where(node.eqn)}\n{called()}Keep these sums exact, "
             f"reduce_dtype={{{names[0]!r}: None, '*': ...}}, or accept it.",
             InexactSignWarning,
-            stacklevel=3,
         )

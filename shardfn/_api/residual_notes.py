@@ -4,10 +4,9 @@ In: a planned step. Out: a line that says what they take, and a warning of those
 stay zero.
 """
 
-import warnings
 from collections.abc import Iterator
 
-from shardfn._core.errors import ResidualWarning, called, listed, where
+from shardfn._core.errors import ResidualWarning, called, listed, warn, where
 from shardfn._core.plan import BodyPlan
 from shardfn._core.program import Program
 from shardfn._core.sharding import Axes
@@ -34,12 +33,11 @@ def warn_of_unused(planned: Planned) -> None:
         return
     first, names = unused[0], [name for each in unused for name in each.leaf]
     size = sum(each.size for each in unused)
-    warnings.warn(
+    warn(
         f"error_feedback has nothing to feed back to {listed(names)}: sums over mesh "
         f"axis '{first.over}' are exact, and residuals of {size} bytes a device stay "
         f"zero.\n  at {where(first.node.eqn)}\n{called()}"
         f"Quantize the sums, reduce_dtype={{{first.over!r}: 'int8'}}, or pass None in "
         "place of these residuals.",
         ResidualWarning,
-        stacklevel=3,
     )

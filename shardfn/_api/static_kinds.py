@@ -4,13 +4,12 @@ In: the arguments of calls, closed. Out: a warning, once, where there are many.
 """
 
 import reprlib
-import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 
-from shardfn._core.errors import StaticArgumentWarning, call_site, step_name
+from shardfn._core.errors import StaticArgumentWarning, call_site, step_name, warn
 from shardfn._core.limits import STATIC_KINDS
 from shardfn._core.static_leaves import statics_of
 
@@ -38,12 +37,11 @@ class StaticKinds:
         changed = (p for p, x in statics.items() if p in last and last[p] != x)
         path = next(changed, next(iter(statics)))
         name = path.partition("/")[2].partition("/")[2] or path
-        warnings.warn(
+        warn(
             f"{step_name()} is compiled for each value of argument leaf '{name}', "
             f"which is no array, and this is value {len(self.seen)}: "
             f"{reprlib.repr(statics[path])}.\n"
             f"  {step_name()} was called at {call_site()}\n"
             "Leave it out of the batch, or pass an array.",
             StaticArgumentWarning,
-            stacklevel=2,
         )

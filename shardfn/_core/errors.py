@@ -9,6 +9,7 @@ import os
 import reprlib
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
 
@@ -170,14 +171,37 @@ _short = reprlib.Repr()
 _short.maxstring = _short.maxother = SHOWN_VALUE
 
 
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warns at the user's line that is calling shardfn, however deep this is."""
+    frame = _user_frame()
+    if frame is None:  # no line of the user's makes the call
+        warnings.warn_explicit(message, category, _outside.get(), 0)
+        return
+    names = frame.f_globals
+    warnings.warn_explicit(
+        message,
+        category,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        names.get("__name__"),
+        names.setdefault("__warningregistry__", {}),
+    )
+
+
 def call_site() -> str:
     """The user's line that is calling shardfn, such as `train.py:88 (main)`."""
-    frame = sys._getframe(1)
-    while frame is not None and _is_library(frame.f_code.co_filename):
-        frame = frame.f_back
+    frame = _user_frame()
     if frame is None:
         return _outside.get()
     return _line(frame, frame.f_lineno)
+
+
+def _user_frame() -> types.FrameType | None:
+    """What calls shardfn, if that is the user's."""
+    frame = sys._getframe(1)
+    while frame is not None and _is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
 
 
 def last_line(error: BaseException) -> str:

@@ -4,14 +4,13 @@ In: leaves of a state, and what is on disk. Out: which residuals begin with zero
 rows that are added up to as many as the state has: only their sum counts.
 """
 
-import warnings
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorstore as ts
 
-from shardfn._core.errors import ResidualWarning, call_site, listed
+from shardfn._core.errors import ResidualWarning, call_site, listed, warn
 from shardfn._core.leaves import Leaf
 from shardfn._core.residual import axis_of_terms
 
@@ -35,13 +34,12 @@ def absent(leaves: Sequence[Leaf], saved: Mapping[str, Any]) -> frozenset[str]:
 def warn_of(names: Collection[str], number: int) -> None:
     """Warns of residuals that begin with zeros."""
     if names:
-        warnings.warn(
+        warn(
             f"checkpoint {number} has no residuals {listed(sorted(names))}: they begin "
             f"with zeros.\n  restore was called at {call_site()}\n"
             "The first sums are then rounded as without error feedback; nothing else "
             "is lost.",
             ResidualWarning,
-            stacklevel=3,
         )
 
 

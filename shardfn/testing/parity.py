@@ -4,10 +4,10 @@ In: a plain step, a mesh, a state and a batch. Out: nothing, or an AssertionErro
 names the first step and leaf that differ, and by how much.
 """
 
+import difflib
 import functools
 import re
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
 import jax
@@ -17,7 +17,7 @@ from shardfn._api.fully_shard import fully_shard
 from shardfn._api.options import Options
 from shardfn._api.sharded_step import ShardedStep
 from shardfn._core import processes
-from shardfn._core.errors import call_site, calling
+from shardfn._core.errors import call_site, calling, warn
 from shardfn._core.limits import DECIDED_BY_ROUNDING, ROUNDING_FACTOR
 from shardfn._core.sharding import show
 from shardfn._core.shown_limits import SHOWN_LEAVES
@@ -96,7 +96,8 @@ def assert_parity(
       >>> mesh = jax.make_mesh((8,), ("data",))
       >>> assert_parity(train_step, mesh, jnp.ones((4, 16)), jnp.ones((8, 4)))
     """
-    check_parity(step, mesh, steps, tol, ignore, options)
+    _check_names(options)
+    check_parity(step, mesh, steps, tol, ignore)
     given: Options = {"min_size": 0, **options}
     made = fully_shard(step, mesh, **given)
     with calling(step):
@@ -254,14 +255,29 @@ def _warn(where: str, decided: Noise) -> None:
         if len(decided) > SHOWN_LEAVES
         else ""
     )
-    warnings.warn(
+    warn(
         f"{where}: not compared, as rounding the arguments otherwise moves them on one "
         f"device: {leaves}{more}. All other leaves agree.\n"
         f"  assert_parity was called at {call_site()}\n"
         "Take another state or batch, or a model that computes in a wider dtype; or "
         "give patterns of these leaves as ignore.",
-        stacklevel=3,
     )
+
+
+def _check_names(options: Mapping[str, Any]) -> None:
+    """Raises for a keyword that neither `assert_parity` nor `fully_shard` has."""
+    own = ["steps", "tol", "ignore"]
+    known = [*own, *Options.__annotations__]
+    for name in options:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+            close = [k for k in own if name.startswith(k)] or close
+            meant = f"Did you mean {close[0]}? " if close else ""
+            raise TypeError(
+                f"assert_parity has no argument {name!r}.\n"
+                f"  assert_parity was called at {call_site()}\n"
+                f"{meant}It takes {', '.join(own)} and the options of fully_shard."
+            )
 
 
 def _whole(step: ShardedStep, states: Any) -> Any:

@@ -77,7 +77,7 @@ def _is_seen(call: ast.Call, path: Path) -> bool:
     match call.func:
         case ast.Name(id=name) if name in PUBLIC_ERRORS:
             return bool(call.args)
-        case ast.Attribute(attr="warn"):
+        case ast.Attribute(attr="warn") | ast.Name(id="warn"):
             return bool(call.args)
         case ast.Name(id=name):
             is_error = name.endswith(("Error", "Warning")) and name != "AssertionError"
