@@ -246,7 +246,13 @@ class StateMethods:
 
     @names_step
     def shardings(self, state: Any, *, argument: Argument | None = None) -> Any:
-        """The `NamedSharding` of every leaf, as stored.
+        """The `NamedSharding` of every leaf, as `jax.device_put` and Orbax take it.
+
+        A leaf that no dimension divides is stored padded, or flattened and padded, and
+        JAX has no sharding of its own shape for that: here it has that of the whole
+        leaf, as its `sharding` says. `P()` does not mean that every device stores all
+        of it: `x.array.sharding` of such a leaf `x`, and `plan.explain`, say how it is
+        stored.
 
         Args:
           state: a state or its `ShapeDtypeStruct`s, whole or stored.
@@ -254,6 +260,14 @@ class StateMethods:
 
         Returns:
           Pytree of `NamedSharding`.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, shardfn
+          >>> mesh = jax.make_mesh((8,), ("data",))
+          >>> step = shardfn.fully_shard(lambda w, x: (w, x @ w), mesh, min_size=0)
+          >>> w = step.shard(jnp.ones((1001, 7)))
+          >>> step.shardings(w).spec, w.array.shape, w.array.sharding.spec
+          (P(), (1008, 7), P('data',))
         """
         state = close_static(state)
         leaves, _ = self.storage.leaves(self.storage.states_of(state, argument))

@@ -23,7 +23,7 @@ from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard
 from shardfn._core.program import Program
 from shardfn._core.quantized import SCALE_BYTES
 from shardfn._core.sent_bytes import communicating_moves
-from shardfn._core.sharding import Axes, Sharding, Split
+from shardfn._core.sharding import Axes, Sharding, Split, stored_shape
 from shardfn._core.sizes import is_key_name, key_word
 from shardfn._core.step_order import together
 from shardfn.analysis._computed_alike import computed_alike
@@ -33,6 +33,7 @@ from shardfn.analysis._move_reason import Why
 from shardfn.analysis._program_hash import operations_hash
 from shardfn.analysis._replicated import work_of
 from shardfn.analysis._surroundings import ALONE, Surroundings
+from shardfn.analysis._text import shape_text
 from shardfn.analysis._times import Times
 from shardfn.analysis.collective import Collective
 from shardfn.analysis.host_transfer import host_leaves, host_transfers
@@ -101,7 +102,7 @@ def make_plan(
                 leaf_name(leaf.path),
                 tuple(leaf.aval.shape),
                 str(leaf.aval.dtype),
-                _stored_text(sharding, axes, leaf.memory),
+                _stored_text(leaf, sharding, axes),
                 why,
             )
             for leaf, (sharding, why) in zip(state, layouts, strict=False)
@@ -120,8 +121,9 @@ def _operations(program: Program, body: BodyPlan) -> Iterator[Operation]:
                 yield from _operations(*inner)
 
 
-def _stored_text(sharding: Sharding, axes: Axes, memory: str) -> str:
-    """Over which axes a leaf is split, and where it lives."""
+def _stored_text(leaf: Leaf, sharding: Sharding, axes: Axes) -> str:
+    """Over which axes a leaf is split, in which shape if that is another, and where it
+    lives."""
     splits = [
         f"over {name} along dimension {s.dim}"
         if s.dim >= 0
@@ -130,7 +132,11 @@ def _stored_text(sharding: Sharding, axes: Axes, memory: str) -> str:
         if isinstance(s, Split)
     ]
     text = f"stored split {', '.join(splits)}" if splits else "whole on every device"
-    return f"{text}, in the host's memory" if memory == HOST else text
+    shape = stored_shape(leaf.aval.shape, sharding, axes)
+    if shape != leaf.aval.shape:
+        how = "padded to" if math.prod(shape) > leaf.aval.size else "as"
+        text += f", {how} {shape_text(shape)}"
+    return f"{text}, in the host's memory" if leaf.memory == HOST else text
 
 
 @dataclass(frozen=True, slots=True)

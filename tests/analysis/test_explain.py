@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import programs
 import pytest
 from jax import lax
-from plan_helpers import shard, shard_fn
+from plan_helpers import cpu_mesh, shard, shard_fn
 
 import shardfn
 from shardfn._propagation import rounds
@@ -330,3 +330,24 @@ def test_how_a_leaf_is_stored_is_said(shape, text) -> None:
     text_of_leaf, stays = plan.explain("a").rsplit("\n", 1)
     assert re.search(text, text_of_leaf), text_of_leaf
     assert stays == "  nothing moves it: every operation takes it as it is stored"
+
+
+@pytest.mark.parametrize(
+    "shape, stored",
+    [
+        ((64, 64), "stored split over data along dimension 0"),
+        ((1001, 7), "stored split over data along dimension 0, padded to 1008x7"),
+        ((3, 5, 7), "stored split over data flattened, padded to 112"),
+        ((2, 12), "stored split over data flattened, as 24"),
+    ],
+)
+def test_a_shape_that_is_stored_otherwise_is_said(shape, stored) -> None:
+    """JAX has no sharding for it: that of the leaf is the whole one's."""
+    step = shardfn.fully_shard(lambda w, x: (w, x.sum()), cpu_mesh(8), min_size=0)
+    w = step.shard(jnp.ones(shape))
+    (first, *_) = step.plan(w, jnp.ones(8)).explain("state").splitlines()
+    assert first == f"state: float32 {'x'.join(map(str, shape))}, {stored}"
+    array = getattr(w, "array", w)
+    assert array.sharding.spec == jax.P("data")
+    assert ("padded to" in stored or ", as" in stored) == (array is not w)
+    assert step.shardings(w) == w.sharding
