@@ -194,7 +194,7 @@ class BlockLoop:
       sharding: their sharding.
       dim: the dimension.
       blocks: how many each device's part is cut into.
-      sliced: versions from outside of which each iteration reads a block; of others all.
+      sliced: versions from outside that each iteration reads a block of, others whole.
       made: versions that leave, block by block.
       into: per made version, the one in whose place it is written; None for none.
       reads: all versions from outside, `sliced` and `into` among them.
