@@ -190,9 +190,9 @@ NARROW_STACKS = 0.04
 """The part of what a step takes of a device that stacks have to save to be cast behind
 their loops: below, 0% to 4% of temporary memory, above, 7% to 22%. Steps vary by 3%."""
 
-DUPLICATED_BYTES = 2**26
-"""Bytes on a device of a value that each product which reads it makes itself: half of
-a v5p's fast memory, where smaller values may stay."""
+DUPLICATED_BYTES = 2**27
+"""Bytes on a device of a value that each product which reads it makes itself: those of
+a v5p's fast memory, where smaller values may stay. With 64 MiB nothing was saved."""
 
 DUPLICATED_COLUMNS = 256
 """With how many columns such a product may multiply the value, such as the width of a
