@@ -158,7 +158,8 @@ def _fill_is_linear(eqn: JaxprEqn) -> bool:
 
 
 def _scatter_local(op: LocalOp, *operands: jax.Array) -> Sequence[jax.Array]:
-    """Each device writes what lies in its block, and drops the rest.
+    """Each device writes what lies in its block, and drops the rest. Of a dimension
+    that windows cover in full it writes its part of each, at the same index.
 
     Indices of fewer than 32 bits are widened: XLA writes a single row at one of uint8
     above 127 as if it were of int8.
@@ -168,7 +169,9 @@ def _scatter_local(op: LocalOp, *operands: jax.Array) -> Sequence[jax.Array]:
         indices = indices.astype(np.int32)
     numbers = op.eqn.params["dimension_numbers"]
     looked_up = numbers.scatter_dims_to_operand_dims
-    starts = [op.start(op.rule.operands[0][d][0]) for d in looked_up]
+    covered = {f for dim in op.rule.operands[2] for f in dim}
+    factors = [op.rule.operands[0][d][0] for d in looked_up]
+    starts = [0 if f in covered else op.start(f) for f in factors]
     if all(isinstance(start, int) for start in starts):
         return op.bind(x, indices, updates)
     clamps = "CLIP" in op.eqn.params["mode"].name
@@ -180,7 +183,7 @@ def _scatter_local(op: LocalOp, *operands: jax.Array) -> Sequence[jax.Array]:
         if clamps:
             column = clamped(column, shape[d] - windows[d])
         else:
-            column = _in_bounds(column, shape[d])
+            column = _in_bounds(column, shape[d] - windows[d] + 1)
         columns.append(column - start)
     mode = jax.lax.GatherScatterMode.FILL_OR_DROP
     return op.bind(x, jnp.stack(columns, axis=-1), updates, mode=mode)

@@ -95,6 +95,12 @@ def take(collapsed, start, sizes, offset, mode="clip", batching=((), ()), fill=N
         "a b, c d -> c b  reduce={a}  whole={d}",
         ({0},),
     ),
+    Row(  # looked up, and covered by each window: filled unless it is at 0
+        take((0,), (0, 1), (1, 5), (1,), "fill"),
+        ((16, 5), np.array([[3, 0], [1, 2], [7, 0], [2, -1]], np.int32)),
+        "a b, c d -> c b  reduce={a}  whole={d}",
+        ({0},),
+    ),
     Row(  # dropped, but not looked up: always its first element
         take((0, 1), (1,), (1, 1), ()),
         ((8, 5), np.array([[4], [1]], np.int32)),
@@ -194,6 +200,38 @@ JOINT = ({0, 2},)
         ((8, 5), SOME, (4, 5)),
         "a b, c d, c b -> a b  whole={c, d}",
         JOINT,
+    ),
+    Row(  # looked up, and covered by each window: dropped unless it is at 0
+        put(lax.scatter, to=(0, 1)),
+        ((8, 5), np.array([[3, 0], [0, 0], [2, 1], [6, 0]], np.int32), (4, 5)),
+        "a b, c d, c b -> a b  whole={c, d}",
+    ),
+    Row(
+        put(lax.scatter, to=(0, 1), mode="clip"),
+        ((8, 5), np.array([[3, 0], [9, 1], [2, -3], [6, 4]], np.int32), (4, 5)),
+        "a b, c d, c b -> a b  whole={c, d}",
+    ),
+    Row(
+        put(lax.scatter_add, to=(0, 1), mode="promise_in_bounds"),
+        ((8, 5), np.array([[3, 0], [0, 0], [3, 0], [6, 0]], np.int32), (4, 5)),
+        "a b, c d, c b -> a b  reduce={c}  whole={d}",
+        JOINT,
+    ),
+    Row(
+        put(lax.scatter_add, (), (1, 0), (1, 2)),
+        ((8, 5), np.array([[0, 3], [0, 7], [0, 6], [1, 2]], np.int32), (4, 2, 5)),
+        "a b, c d, c e b -> a b  reduce={c}  whole={a, d, e}",
+        JOINT,
+    ),
+    Row(
+        put(lax.scatter, (1,), (1, 2), (1,), ((0,), (0,)), mode="clip"),
+        ((4, 6, 8), np.array([[2, 0], [0, 0], [5, 7], [1, -1]], np.int32), (4, 8)),
+        "a b c, a d, a c -> a b c  whole={d}",
+    ),
+    Row(
+        put(lax.scatter_max, (1,), (2, 1), (1,), ((0,), (0,))),
+        ((4, 6, 8), np.array([[0, 2], [0, 0], [1, 5], [0, 1]], np.int32), (4, 8)),
+        "a b c, a d, a c -> a b c  whole={d}",
     ),
 )
 def test_scatter_rule(row):
