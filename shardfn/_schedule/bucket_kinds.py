@@ -29,7 +29,7 @@ class BucketKind:
     Attributes:
       early: they take the place of the first: what they move is there by then.
       is_small: they are no leaves, but what meets stationary ones.
-      moves: the collectives on their paths.
+      moves: the collectives on their paths, and the mesh axes of each.
       states: of every sharding on their paths, what it is along each mesh axis.
       dtypes: on the wire, and over each mesh axis if they are quantized.
       during: the pass that they are part of.
@@ -39,7 +39,7 @@ class BucketKind:
 
     early: bool
     is_small: bool
-    moves: tuple[str, ...]
+    moves: tuple[tuple[str, tuple[int, ...]], ...]
     states: tuple[tuple[str, ...], ...]
     dtypes: tuple[str | None, ...]
     during: Pass
@@ -81,7 +81,7 @@ def kind_of(
     return BucketKind(
         early=exchanges if small else step.gathers_state,
         is_small=small,
-        moves=tuple(move.name for move in moves),
+        moves=tuple((move.name, move.over) for move in moves),
         states=tuple(tuple(map(_state, sharding)) for sharding in step.path),
         dtypes=(step.dtype, *(q.dtype if q else None for q in step.written)),
         during=step.during,

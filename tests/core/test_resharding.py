@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from shardfn._core.control import Control
 from shardfn._core.moves import MOVES, AllToAll, move_of, moves_of
+from shardfn._core.phases import FORWARD, Pass
+from shardfn._core.plan import Ref, Reshard
 from shardfn._core.resharding import can_split, reshard_path
 from shardfn._core.sharding import (
     Axes,
@@ -27,6 +30,8 @@ from shardfn._core.sharding import (
 )
 from shardfn._lowering.collectives import run_move
 from shardfn._lowering.move_lowerings import JOINED, LOWERINGS
+from shardfn._lowering.reshards import move_together
+from shardfn._schedule.bucket_kinds import BucketKind, kind_of
 
 AXES = Axes(("replica", "data"), (2, 4))
 THREE = Axes(("pod", "replica", "data"), (2, 2, 3))
@@ -139,13 +144,63 @@ def test_every_pair_of_shardings(mesh, shape: tuple[int, ...]) -> None:
     assert x.any()
     out = run_paths(mesh, shape, pairs, [terms(x, start, rng) for start, _ in pairs])
     for got, pair in zip(out, pairs, strict=True):
-        got = np.asarray(got)
-        for axis, state in enumerate(pair[1]):
-            if isinstance(state, Unreduced):
-                got = got.sum(axis, keepdims=True)
-        expected = blocks(x, pair[1])
-        got = np.where(np.isnan(expected), np.nan, got)
-        np.testing.assert_array_equal(got, expected, err_msg=f"{shape} {pair}")
+        assert_arrived(np.asarray(got), x, pair[1], f"{shape} {pair}")
+
+
+def assert_arrived(got: np.ndarray, x: np.ndarray, end: Sharding, name: str) -> None:
+    """All devices' blocks are those of `x`, padding aside."""
+    for axis, state in enumerate(end):
+        if isinstance(state, Unreduced):
+            got = got.sum(axis, keepdims=True)
+    expected = blocks(x, end)
+    got = np.where(np.isnan(expected), np.nan, got)
+    np.testing.assert_array_equal(got, expected, err_msg=name)
+
+
+SIZES = [(8, 16), (16, 8), (6, 8, 4)]
+JOINED_AT_MOST = 4
+
+
+def test_moves_of_one_kind_are_one_collective(mesh) -> None:
+    """All paths of equal kinds, over either axis: joined, each value arrives as if it
+    went alone."""
+    rng = np.random.default_rng(0)
+    kinds: dict[BucketKind, list[Reshard]] = {}
+    for shape in SIZES:
+        for pair in itertools.product(shardings_of(shape), repeat=2):
+            path = tuple(reshard_path(*pair, shape, AXES))
+            ref = Ref(len(kinds))
+            step = Reshard(ref, ref, path, shape, "float32", 4, Pass(FORWARD))
+            kind = kind_of(step, (), Control(), stays=True)
+            if kind is not None:
+                kinds.setdefault(kind, []).append(step)
+    groups = [list(rng.permutation(len(steps))) for steps in kinds.values()]
+    groups = [
+        [steps[i] for i in chosen[:JOINED_AT_MOST]]
+        for steps, chosen in zip(kinds.values(), groups, strict=True)
+        if len(steps) > 1
+    ]
+    every = [step for steps in groups for step in steps]
+    values = [rng.integers(-4, 5, step.shape).astype(np.float32) for step in every]
+
+    def moved(*blocks):
+        left, made = [x[0, 0] for x in blocks], []
+        for steps in groups:
+            given, left = left[: len(steps)], left[len(steps) :]
+            made += move_together(steps, given, (), AXES)
+        return tuple(x[None, None] for x in made)
+
+    run = jax.shard_map(
+        moved,
+        mesh=mesh,
+        in_specs=tuple(spec_of(step.path[0]) for step in every),
+        out_specs=tuple(spec_of(step.path[-1]) for step in every),
+        check_vma=True,
+    )
+    given = zip(values, every, strict=True)
+    out = jax.jit(run)(*(terms(x, step.path[0], rng) for x, step in given))
+    for got, x, step in zip(out, values, every, strict=True):
+        assert_arrived(np.asarray(got), x, step.path[-1], str(step.path))
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from plan_helpers import (
 from tiers import exhaustively
 
 import shardfn
+from shardfn.testing import assert_parity
 
 LAYERS, WIDTH, HIDDEN = 2, 16, 32
 LAYER = {
@@ -187,3 +188,29 @@ def test_optimizer_state_alone_is_sharded() -> None:
     assert ("backward", "psum_scatter", {"a", "b"}) in joined(cases[1].plan)
     assert_moves_hold(cases[1])
     jax.tree.map(np.testing.assert_array_equal, run(cases[0], 1), run(cases[1], 1))
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (4, 2), (2, 4)], ids=str)
+def test_exchanges_over_other_axes_stay_apart(sizes: tuple[int, int]) -> None:
+    """Around leaves that stay, one on each axis, activations are exchanged over both,
+    by a collective each."""
+
+    def step(state: Any, batch: Any) -> Any:
+        made = [jnp.tanh(batch[k] @ state[k]).mean() for k in ("a", "b")]
+        return state, made
+
+    rng = np.random.default_rng(0)
+    state = {k: jnp.asarray(rng.normal(size=(8, 512)), jnp.float32) for k in "ab"}
+    batch = {k: jnp.asarray(rng.normal(size=(4, 4, 8)), jnp.float32) for k in "ab"}
+    options: dict[str, Any] = dict(
+        axis=("replica", "data"),
+        batch_spec=jax.P("replica", "data"),
+        min_size=0,
+        shard={"a": {"data": 0}, "b": {"replica": 0}},
+        stationary=True,
+    )
+    mesh = cpu_mesh(*sizes)
+    assert_parity(step, mesh, state, batch, **options, verify="error")
+    plan = shardfn.fully_shard(step, mesh, **options).plan(state, batch)
+    exchanged = [c.axis for c in plan.collectives if c.op == "all_to_all"]
+    assert {"replica", "data"} <= set(exchanged)
