@@ -14,6 +14,9 @@ from jax.extend.core import JaxprEqn
 from shardfn._core.errors import where
 from shardfn._core.op_sharding_rule import Dim, OpShardingRule
 
+_OF_BOOLEANS = {"sum": "or", "max": "or", "prod": "and", "min": "and"}
+"""What the other reducers are for booleans: all their collectives are these two."""
+
 
 def make_rule(
     eqn: JaxprEqn,
@@ -38,7 +41,8 @@ def make_rule(
       operands: per operand and dimension, a factor, or factors from major to minor.
       results: the same for the results.
       sizes: sizes of factors that share a dimension with others.
-      reduce: factors that the op sums over, or a mapping from factor to reducer.
+      reduce: factors that the op sums over, or a mapping from factor to reducer. XLA
+        sums booleans by "or"; of other reducers theirs are taken as well.
       whole: factors that must not be split.
       linear: "each" if the op is linear in every operand by itself, "all" if it is
         linear in all operands together, or the groups of operand positions. Groups
@@ -62,6 +66,8 @@ def make_rule(
     ]
     known = _sizes(eqn, norm, sizes or {})
     pairs = reduce if isinstance(reduce, Mapping) else dict.fromkeys(reduce, "sum")
+    if all(getattr(var.aval, "dtype", None) == jnp.bool_ for var in eqn.outvars):
+        pairs = {f: _OF_BOOLEANS.get(reducer, reducer) for f, reducer in pairs.items()}
     return OpShardingRule(
         operands=norm[0],
         results=norm[1],

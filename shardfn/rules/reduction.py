@@ -24,7 +24,6 @@ _REDUCERS = {
     "reduce_and": "and",
     "reduce_or": "or",
 }
-_ON_BOOLEANS = {"max": "or", "min": "and", "and": "and", "or": "or"}
 
 
 def _reduce_local(op: LocalOp, operand: jax.Array) -> Sequence[jax.Array]:
@@ -52,9 +51,7 @@ def _reducer(eqn: JaxprEqn) -> str | None:
     """How the results of blocks combine; None where no collective can combine them."""
     reducer = _REDUCERS.get(eqn.primitive.name)
     dtype = dtype_of(eqn)
-    if dtype == jnp.bool_:
-        return _ON_BOOLEANS.get(reducer or "")
-    if reducer in ("and", "or"):
+    if reducer in ("and", "or") and dtype != jnp.bool_:
         return None
     if reducer in ("max", "min") and jnp.issubdtype(dtype, jnp.complexfloating):
         return None

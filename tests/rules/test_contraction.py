@@ -1,11 +1,13 @@
 """Rules of matrix products and convolutions."""
 
 import jax.numpy as jnp
+import numpy as np
 from harness import integers
 from jax import lax
 from table import Row, table
 
 EACH = ({0}, {1})
+BOOLEAN = np.random.default_rng(0).random((8, 12)) > 0.7
 
 
 def conv(lhs, rhs, dims="NCH,OIH,NCH", **params):
@@ -32,6 +34,18 @@ def conv(lhs, rhs, dims="NCH,OIH,NCH", **params):
         (integers((4, 8), jnp.bfloat16), integers((8, 3), jnp.bfloat16)),
         "b a, a c -> b c  reduce={a}",
         EACH,
+    ),
+    Row(
+        lambda x: lax.dot(x, x.T),
+        (BOOLEAN,),
+        "b a, a c -> b c  reduce={a:or}",
+        name="dot_general",
+    ),
+    Row(
+        lambda x: lax.dot(x, x.T, preferred_element_type=jnp.int32),
+        (BOOLEAN,),
+        "b a, a c -> b c  reduce={a}",
+        name="dot_general",
     ),
 )
 def test_dot_general_rule(row):
@@ -92,6 +106,12 @@ def test_dot_general_rule(row):
         ((5, 4, 8), (6, 4, 3)),
         "n i a, o i b -> n o c  reduce={i}  whole={a, b, c}",
         EACH,
+    ),
+    Row(
+        lambda x: conv(x, x[:3, :, :1]),
+        (BOOLEAN.reshape(6, 8, 2),),
+        "n i a, o i b -> n o a  reduce={i:or}  whole={b}",
+        name="conv_general_dilated",
     ),
 )
 def test_conv_rule(row):
