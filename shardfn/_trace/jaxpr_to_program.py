@@ -11,16 +11,21 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 from jax.extend.core import Literal
 
 from shardfn._core import compat
 from shardfn._core.equation_key import equation_key
 from shardfn._core.op_sharding_rule import OpShardingRule
-from shardfn._core.program import LITERAL, VALUE, ZERO, Atom, Node, Program, live
+from shardfn._core.program import ZERO, Atom, Node, Program, live
 from shardfn._core.rule_registry import rule_of
 from shardfn._trace.dim_marks import Marking, Marks, has_rows, marks_of
 from shardfn._trace.iota_indexing import Counting, Counts
+from shardfn._trace.literal_values import (
+    Zeros,
+    is_empty,
+    made_whole_apart,
+    zeros_like,
+)
 from shardfn._trace.node_kinds import kind_of, may_merge
 from shardfn._trace.passes import Argument, mark_passes
 from shardfn._trace.row_joins import cuts_alike, joins_alike
@@ -119,7 +124,7 @@ class _Values:
     nodes: list[Node] = field(default_factory=list)
     constants: list[tuple[int, Any]] = field(default_factory=list)
     seen: dict[Hashable, tuple[int, ...]] = field(default_factory=dict)
-    zeros: set[int] = field(default_factory=set)
+    zeros: Zeros = field(default_factory=Zeros)
     same: dict[int, int] = field(default_factory=dict)
     counts: Counts = field(default_factory=Counts)
     pieces: Pieces = field(default_factory=Pieces)
@@ -136,7 +141,12 @@ class _Values:
             marks = dict(zip(inputs, given, strict=True))
             self.windows = Windows(self.pieces, marks, self.builder.devices)
         outputs = self.inline(closed, inputs, (), call)
+        outputs = tuple(
+            a if a in inputs else self.with_elements(a, call) for a in outputs
+        )
         nodes, constants = live(self.nodes, self.constants, outputs)
+        nodes = tuple(made_whole_apart(nodes, outputs, self.new, self.avals))
+        nodes, constants = live(nodes, constants, outputs)
         return Program(
             avals=tuple(self.avals),
             inputs=inputs,
@@ -172,7 +182,7 @@ class _Values:
         for eqn in jaxpr.eqns:
             eqn = compat.with_line_of(eqn, call) if call is not None else eqn
             eqn = compat.untyped_equation(eqn)
-            operands = tuple(map(read, eqn.invars))
+            operands = tuple(self.with_elements(read(v), eqn) for v in eqn.invars)
             made_for = (*around, *compat.derivatives(eqn))
             taken_out = self.shared.taken_out(eqn, operands, self.avals)
             body = compat.inlined_body(eqn) or self.written_out(eqn, operands)
@@ -191,6 +201,14 @@ class _Values:
             env.update(zip(eqn.outvars, results, strict=True))
         return tuple(map(read, jaxpr.outvars))
 
+    def with_elements(self, atom: Atom, reader: Any) -> Atom:
+        """An operand; zeros of its own in place of one that has no elements."""
+        if not isinstance(atom, int) or not is_empty(self.avals[atom]):
+            return atom
+        if atom not in self.zeros.known:
+            (atom,) = self.inline(zeros_like(self.avals[atom]), (), (), reader)
+        return atom
+
     def written_out(self, eqn: Any, operands: Sequence[Atom]) -> Any | None:
         """What an operation without a rule stands for, if it is written in others."""
         if kind_of(eqn)[0] != "op":
@@ -205,9 +223,10 @@ class _Values:
     ) -> tuple[Any, tuple[Atom, ...]] | None:
         """A jaxpr that does what `eqn` does in a form that can be split, and its
         operands."""
-        zeros = [self.kind(atom) == ZERO for atom in operands]
+        zeros = [self.zeros.kind(atom) == ZERO for atom in operands]
         return (
-            self.counts.batched(eqn, operands)
+            self.zeros.selected(eqn, operands)
+            or self.counts.batched(eqn, operands)
             or self.pieces.shifted(eqn, operands, zeros)
             or self.on_all_rows(eqn, operands, zeros)
             or self.unordered.ordered_no_more(eqn, operands)
@@ -219,7 +238,7 @@ class _Values:
         if cuts_alike(eqn) and len(values) == len(results):
             self.pieces.equation(eqn, operands, values)
         if self.windows is not None and joins_alike(eqn) and values:
-            zeros = [self.kind(atom) == ZERO for atom in operands]
+            zeros = [self.zeros.kind(atom) == ZERO for atom in operands]
             self.windows.joins(eqn, operands, values, None, zeros)
 
     def on_all_rows(
@@ -262,12 +281,11 @@ class _Values:
             bodies=bodies,
             regions=layout,
             rule=rule,
-            kinds=tuple(map(self.kind, operands)),
+            kinds=tuple(map(self.zeros.kind, operands)),
             eqn_key=eqn_key,
         )
         self.nodes.append(self.marked(node, jaxprs))
-        if self.makes_zeros(eqn, operands):
-            self.zeros.update(outputs)
+        self.zeros.equation(eqn, operands, outputs)
         if len(outputs) == 1:
             self.counts.equation(eqn, operands, outputs[0])
             self.unordered.equation(eqn, operands, outputs[0], rule)
@@ -300,21 +318,3 @@ class _Values:
         zeros = [kind == ZERO for kind in node.kinds]
         self.windows.equation(node.eqn, node.inputs, node.outputs, node.rule, zeros)
         return node
-
-    def kind(self, atom: Atom) -> str:
-        if isinstance(atom, int):
-            return ZERO if atom in self.zeros else VALUE
-        value = np.asarray(atom.val)
-        return ZERO if value.ndim == 0 and _is_zero(value) else LITERAL
-
-    def makes_zeros(self, eqn: Any, operands: tuple[Atom, ...]) -> bool:
-        passes_on = ("broadcast_in_dim", "convert_element_type", "reshape", "copy")
-        if eqn.primitive.name not in passes_on or not operands:
-            return False
-        return self.kind(operands[0]) == ZERO
-
-
-def _is_zero(value: np.ndarray) -> bool:
-    """Whether a scalar is zero, not minus zero: another one takes its place."""
-    parts = [float(np.real(value)), float(np.imag(value))]
-    return parts == [0, 0] and not np.signbit(parts).any()
