@@ -134,7 +134,7 @@ COUNTS = ArgumentKind(
     lambda value: _are(value, POSITIVE.is_one),
 )
 NUMBERS = ArgumentKind(
-    "Pass a tuple of whole numbers.", lambda value: _are(value, _is_count)
+    "Pass a tuple of whole numbers of 0 or more.", lambda value: _are(value, _is_count)
 )
 FUNCTION = ArgumentKind("Pass a function.", callable)
 MAPPING = ArgumentKind(

@@ -128,7 +128,7 @@ class Apply:
         what they export, after what the scan imports.
       early: operands outside of a remat's barrier: their gathers wait for imports.
       narrow: results that a scan stacks before its body casts them (`narrow_stacks`).
-      stacks_last: whether what a scan stacks waits for what it carries on.
+      stacks_last: whether what a scan stacks and what it carries end together.
       after: an op on literals alone waits for this version to exist.
     """
 

@@ -4,7 +4,7 @@ In: the state arguments of a step, as far as they are known, and a tree of state
 the same tree with names: those that the leaves have in plans and in options.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -78,11 +78,15 @@ class StateNames:
       parameters: what the step calls its arguments, by position.
       positions: those that the user says are state; None if that is found by calls.
       seen: the states that came together, by the names of all of them.
+      parts: the same of states that came without the others, as what the user said.
     """
 
     parameters: tuple[str, ...] = ()
     positions: tuple[int, ...] | None = None
     seen: Recent[tuple[str, ...], Kinds] = field(
+        default_factory=lambda: Recent(BATCH_KINDS), compare=False, repr=False
+    )
+    parts: Recent[tuple[str, ...], Kinds] = field(
         default_factory=lambda: Recent(BATCH_KINDS), compare=False, repr=False
     )
 
@@ -99,14 +103,18 @@ class StateNames:
         return () if self.known else self.parameters
 
     def see(self, states: tuple[Any, ...], shapes: Shapes) -> None:
-        """Notes states that came together, with leaves of these shapes."""
-        if not isinstance(states, NamedStates) or states.is_part:
+        """Notes states that came together, or are said to be parts, with leaves of
+        these shapes."""
+        if not isinstance(states, NamedStates):
             return
         names, start = self.known, 0
-        if self.positions is None:
+        if states.is_part and not set(states.names) <= set(names):
+            return  # it may be several
+        if self.positions is None and not states.is_part:
             order = {name: i for i, name in enumerate(self.parameters)}
             names = sorted(states.names, key=lambda name: order.get(name, len(order)))
-        kinds = self.seen.get(tuple(names), {})
+        notes = self.parts if states.is_part else self.seen
+        kinds = notes.get(tuple(names), {})
         for name, state in zip(states.names, states, strict=True):
             tree = jax.tree.structure(state)
             end = start + tree.num_leaves
@@ -114,7 +122,7 @@ class StateNames:
             if name not in kinds.get(kind, ()):
                 kinds[kind] = (*kinds.get(kind, ()), name)
             start = end
-        self.seen[tuple(names)] = kinds
+        notes[tuple(names)] = kinds
 
     def reading(
         self,
@@ -123,6 +131,7 @@ class StateNames:
         shapes: Shapes,
         control: Control,
         argument: Argument | None = None,
+        is_stored: bool = False,
     ) -> StateReading:
         """Which state arguments a tree is.
 
@@ -132,6 +141,7 @@ class StateNames:
           shapes: the shapes of its leaves.
           control: what is asked of leaves by their names.
           argument: what the user says that it is.
+          is_stored: whether it is one that the step has stored, such as to be saved.
 
         Returns:
           The reading. If nothing is asked that depends on it, and several would do, one
@@ -144,10 +154,13 @@ class StateNames:
             return self._given(argument, tree)
         if len(self.known) < 2:
             return THE_STATE
-        if (together := _by_name(tree, self.known)) is not None:
-            return StateReading(together, is_several=True)
         every = self._possible(tree)
-        found = [each for each in every if self._is_seen(each, tree, shapes)]
+        found = [each for each in every if _is_seen(each, tree, shapes, self.seen)]
+        together = _by_name(tree, self.known)
+        if together is not None and not found:
+            return StateReading(together, is_several=True)
+        if is_stored and not found:
+            found = [each for each in every if _is_seen(each, tree, shapes, self.parts)]
         readings = found or every
         if len(readings) == 1:
             return readings[0]
@@ -174,17 +187,6 @@ class StateNames:
         alone = [StateReading((name,), is_part=True) for name in self.known]
         together = StateReading(self.known, is_several=True)
         return [together, *alone] if _is_tuple(tree, len(self.known)) else alone
-
-    def _is_seen(self, reading: StateReading, tree: Any, shapes: Shapes) -> bool:
-        """Whether the states that came together were such."""
-        kinds, start = self.seen.get(self.known, {}), 0
-        parts = tree.children() if reading.is_several else [tree]
-        for name, part in zip(reading.names, parts, strict=True):
-            end = start + part.num_leaves
-            if name not in kinds.get((part, tuple(shapes[start:end])), ()):
-                return False
-            start = end
-        return True
 
     def _given(self, argument: Argument, tree: Any) -> StateReading:
         """The reading that the user asks for."""
@@ -238,6 +240,21 @@ class StateNames:
 
     def _known_text(self) -> str:
         return ", ".join(f"'{name}'" for name in self.known)
+
+
+def _is_seen(
+    reading: StateReading, tree: Any, shapes: Shapes, notes: Mapping[Any, Kinds]
+) -> bool:
+    """Whether the states that were noted were such."""
+    parts = tree.children() if reading.is_several else [tree]
+    start = 0
+    for name, part in zip(reading.names, parts, strict=True):
+        end = start + part.num_leaves
+        kind = part, tuple(shapes[start:end])
+        if not any(name in kinds.get(kind, ()) for kinds in notes.values()):
+            return False
+        start = end
+    return True
 
 
 def _is_open(control: Control) -> bool:

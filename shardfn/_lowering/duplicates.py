@@ -38,11 +38,12 @@ class Duplicates:
         if not body.duplicated:
             return
         producers = Producers(program, body, axes)
-        for value in body.duplicated:
+        # What a loop over blocks has come to make is in memory.
+        for value in producers.made.keys() & {*body.duplicated}:
             self.counts[value] = count = len(producers.readers[value]) - 1
             for node in producers.chain(value)[0]:
                 self.nodes[node] = max(count, self.nodes.get(node, 0))
-        self.copies = [{} for _ in range(max(self.counts.values()))]
+        self.copies = [{} for _ in range(max(self.counts.values(), default=0))]
 
     def follow(
         self, step: Apply, operands: Sequence[jax.Array], evaluate: Evaluate

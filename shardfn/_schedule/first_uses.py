@@ -113,8 +113,8 @@ def waits_for(uses: Sequence[FirstUses], at: int) -> Ref | None:
 
     Those that are used second wait for the first product, or if that is alone for its
     gather, others for the last product of those used two before them. So each has the
-    products between beside it. Where the weights of these two before are there already,
-    they wait for what these multiply: the network is free by then.
+    products between beside it. Where the weights of those two before are there already,
+    and are not the first, they wait for what those multiply: the network is free then.
 
     Args:
       uses: the body's first uses.

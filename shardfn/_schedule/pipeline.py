@@ -123,10 +123,6 @@ PASSES = (
     SchedulePass(
         "order_gathers", lambda p, b, control, axes: order_gathers(p, b, axes)
     ),
-    SchedulePass(
-        "duplicate_producers",
-        lambda p, b, control, axes: duplicate_producers(p, b, axes),
-    ),
     SchedulePass("order_search", lambda p, b, control, axes: search_order(p, b, axes)),
     SchedulePass(
         "limit_all_gathers",
@@ -134,6 +130,10 @@ PASSES = (
     ),
     SchedulePass(
         "host_transfers", lambda p, b, control, axes: host_transfers(p, b, axes)
+    ),
+    SchedulePass(
+        "duplicate_producers",
+        lambda p, b, control, axes: duplicate_producers(p, b, axes),
     ),
 )
 """What `schedule` runs, in this order. `share_gathers` also moves constants out of

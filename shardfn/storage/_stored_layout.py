@@ -132,16 +132,17 @@ class StoredLayout:
         leaves = _like_moments(_split_as_known(jax.tree.leaves(states), leaves, known))
         return tuple(self._in_memory(x, undecided) for x in leaves), treedef
 
-    def states_of(self, tree: Any, argument: Argument | None = None) -> tuple[Any, ...]:
-        """A tree as the states that it is, whose leaves have their names in plans."""
-        return states_of(tree, self.names, self.control, argument)
+    def states_of(
+        self, tree: Any, argument: Argument | None = None, is_stored: bool = False
+    ) -> tuple[Any, ...]:
+        """A tree as the states that it is, whose leaves have their names in plans; if
+        `is_stored`, one that the step has stored."""
+        return states_of(tree, self.names, self.control, argument, is_stored)
 
-    def own_leaves(
-        self, tree: Any, argument: Argument | None = None
-    ) -> tuple[tuple[Leaf, ...], tuple[Leaf, ...], Any]:
-        """The leaves of a tree with their names in plans, and with their paths in the
-        tree, as files have them; and its structure, in a tuple."""
-        leaves, _ = self.leaves(self.states_of(tree, argument))
+    def own_leaves(self, tree: Any) -> tuple[tuple[Leaf, ...], tuple[Leaf, ...], Any]:
+        """The leaves of a stored tree with their names in plans, and with their paths
+        in the tree, as files have them; and its structure, in a tuple."""
+        leaves, _ = self.leaves(self.states_of(tree, is_stored=True))
         own, treedef = leaves_of((tree,), "state")
         each = zip(leaves, own, strict=True)
         return leaves, tuple(replace(x, path=y.path) for x, y in each), treedef

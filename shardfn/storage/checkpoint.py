@@ -310,8 +310,9 @@ class Checkpoints:
 
     def _stored(self, state: Any) -> tuple[list[jax.Array], Sequence[Leaf], Any]:
         if self.step is not None:
-            _, leaves, treedef = self.step.storage.own_leaves(state)
-            stored, _, _ = self.step.storage.place(self.step.storage.states_of(state))
+            storage = self.step.storage
+            _, leaves, treedef = storage.own_leaves(state)
+            stored, _, _ = storage.place(storage.states_of(state, is_stored=True))
             return stored, leaves, treedef
         leaves, treedef = leaves_of((state,), "state")
         return [jnp.asarray(x) for x in jax.tree.leaves(state)], leaves, treedef

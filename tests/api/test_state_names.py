@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from sharded_and_plain import make_mesh
 
 import shardfn
+from shardfn import ShardingError
 from shardfn.storage.checkpoint import Checkpoints
 from shardfn.storage.safetensors import load_safetensors, write_safetensors
 from shardfn.testing import assert_parity
@@ -302,6 +303,39 @@ def test_files_have_the_paths_of_what_was_saved(tmp_path: Path) -> None:
     assert write_safetensors(tmp_path / "x.safetensors", stored, asked) == ["base", "w"]
     loaded = load_safetensors(tmp_path / "x.safetensors", stored, asked)
     assert whole_leaves(loaded) == [True, False]
+
+
+def test_a_part_that_was_named_is_saved_and_restored_as_it_is(tmp_path: Path) -> None:
+    """In a process that has seen no other state, such as one that trains adapters."""
+    first, second = (sharded(step, shard={"frozen": False}) for _ in range(2))
+    part = first.shard(FROZEN, argument="frozen")
+    assert all(whole_leaves(part))
+    with Checkpoints(tmp_path / "kept", first) as checkpoints:
+        checkpoints.save(0, part)
+    write_safetensors(tmp_path / "part.safetensors", part, first)
+    made = second.abstract(lambda: FROZEN, argument="frozen")
+    with Checkpoints(tmp_path / "kept", second) as checkpoints:
+        restored = checkpoints.restore(made)
+    loaded = load_safetensors(tmp_path / "part.safetensors", made, second)
+    for tree in (restored, loaded):
+        assert all(whole_leaves(tree))
+        jax.tree.map(np.testing.assert_array_equal, tree, FROZEN)
+    # A whole state that is like it may be another one.
+    with pytest.raises(ShardingError, match="cannot be told which state"):
+        second.shard(FROZEN)
+
+
+def test_a_state_with_the_names_of_all_is_one_if_it_came_as_one() -> None:
+    """Its keys are those of a dictionary of all states."""
+
+    def fn(trained, frozen, x):
+        return jax.tree.map(lambda w: w + 1, trained), x.sum() + frozen["base"].sum()
+
+    alike = {"trained": SQUARE, "frozen": 2 * SQUARE}
+    made = sharded(fn, shard={"frozen": False})
+    assert whole_leaves(made.shardings(alike)) == [True, False]  # sorted by name
+    made.plan(alike, FROZEN, X)
+    assert whole_leaves(made.shardings(alike)) == [False, False]
 
 
 def test_a_step_inside_shard_map() -> None:

@@ -20,6 +20,7 @@ from shardfn._core.errors import where
 from shardfn._core.plan import Apply, BodyPlan
 from shardfn._core.program import Program
 from shardfn._schedule import duplicate_producers as duplication
+from shardfn._schedule import host_transfers
 from shardfn.analysis import targets
 from shardfn.analysis._heap_size import compiled_with_heap
 from shardfn.testing import assert_parity
@@ -168,6 +169,24 @@ def test_it_takes_two_products_and_no_one_else(
     barriers = [e for e, *_ in walk(jaxpr) if e.primitive is unfused_p]
     assert len(barriers) == is_made
     assert_parity(of(made), cpu_mesh(8), w, x, steps=2, stationary=False, min_size=16)
+
+
+@pytest.mark.parametrize("block", [256, 2**21])
+def test_what_a_loop_over_blocks_makes_is_in_memory(
+    fuses: pytest.MonkeyPatch, block: int
+) -> None:
+    """As of an optimizer whose moments live on the host, and go into products."""
+    fuses.setattr(host_transfers, "HOST_BLOCK_BYTES", block)
+
+    def step(state: Any, x: jax.Array) -> Any:
+        w, m = state["w"], state["m"]
+        y = 0.5 * m + w
+        a = jnp.einsum("lij,lik->ljk", y, w), jnp.einsum("lij,lik->ljk", y, w * w)
+        return {"w": w * 0.5 + 0.125, "m": m * 0.5 + w}, (x.sum(), *map(jnp.sum, a))
+
+    state = {n: jnp.ones((8, 16, 16)) * k for k, n in enumerate("wm", 1)}
+    options: dict[str, Any] = {"stationary": False, "min_size": 16, "offload": "host"}
+    assert_parity(step, cpu_mesh(8), state, jnp.ones((8, 4)), steps=2, **options)
 
 
 def test_a_plan_says_so(fuses: pytest.MonkeyPatch) -> None:
