@@ -224,7 +224,8 @@ class Checkpoints:
             process cannot read its part for lack of memory, permission or network.
           Exception: what this process cannot read for such a reason.
         """
-        check_arguments("restore", partial=(partial, FLAG))
+        known = {"number": (number, COUNT.or_none()), "partial": (partial, FLAG)}
+        check_arguments("restore", **known)
         at = "the latest checkpoint" if number is None else f"checkpoint {number}"
         with in_all_processes(f"read {at}", self._group):
             self.wait()
@@ -256,6 +257,7 @@ class Checkpoints:
           FileNotFoundError: there is no such checkpoint.
           DamagedCheckpointError: it is not what `save` has written.
         """
+        check_arguments("extra", number=(number, COUNT.or_none()))
         number = self._found(number)
         with self._files.intact(number):
             return self._files.record(number)["extra"]
@@ -295,7 +297,6 @@ class Checkpoints:
             )
 
     def _found(self, number: int | None) -> int:
-        check_arguments("Checkpoints", number=(number, COUNT.or_none()))
         numbers = self.numbers
         if numbers and number is None:
             return numbers[-1]

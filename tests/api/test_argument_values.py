@@ -203,10 +203,15 @@ def test_a_wrong_number_of_a_checkpoint_harms_no_other(tmp_path: Path) -> None:
                 checkpoints.save(wrong, sharded.shard(W))
             assert "  save was called at test_argument_values.py:" in str(one.value)
         for wrong in ("x", -1, 1.5, True, [1]):
-            with pytest.raises(shardfn.ShardingError, match="^number cannot be"):
-                checkpoints.restore(W, wrong)
-            with pytest.raises(shardfn.ShardingError, match="^number cannot be"):
-                checkpoints.extra(wrong)
+            for name, call in {
+                "restore": lambda x: checkpoints.restore(W, x),
+                "extra": checkpoints.extra,
+            }.items():
+                with pytest.raises(
+                    shardfn.ShardingError, match="^number cannot be"
+                ) as one:
+                    call(wrong)
+                assert f"  {name} was called at test_arg" in str(one.value)
         for wrong in ("x", 1.5, [1]):
             with pytest.raises(shardfn.ShardingError, match="^extra cannot be"):
                 checkpoints.save(1, sharded.shard(W), wrong)
