@@ -9,7 +9,11 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from shardfn._core.errors import ShardingError, call_site, where
-from shardfn._core.limits import DUPLICATED_BYTES
+from shardfn._core.limits import (
+    DUPLICATED_BYTES,
+    DUPLICATED_COLUMNS,
+    DUPLICATED_READS,
+)
 from shardfn._core.path_patterns import advice, matches
 from shardfn._core.program import Node
 from shardfn._core.sharding import Axes
@@ -23,8 +27,10 @@ Operation = tuple[Node, tuple[tuple[str, int], ...], bool]
 whether each product that reads what it makes is to make that itself."""
 
 DUPLICATED = (
-    "; each product that reads it makes it (limits.DUPLICATED_BYTES: "
-    f"{size_text(DUPLICATED_BYTES)} or more)"
+    "; each product that reads it makes it: of "
+    f"{size_text(DUPLICATED_BYTES)} or more (limits.DUPLICATED_BYTES), multiplied with "
+    f"{DUPLICATED_COLUMNS} columns at most (limits.DUPLICATED_COLUMNS), made of "
+    f"{DUPLICATED_READS} times its bytes at most (limits.DUPLICATED_READS)"
 )
 
 

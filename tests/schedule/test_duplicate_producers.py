@@ -194,7 +194,7 @@ def test_a_plan_says_so(fuses: pytest.MonkeyPatch) -> None:
     plan = step.plan(jnp.ones((16, 16)), jnp.ones((16, 16)))
     (tanh,) = [n for n, *_ in plan.operations if n.eqn.primitive.name == "tanh"]
     place = where(tanh.eqn).partition(" ")[0]
-    assert "limits.DUPLICATED_BYTES: 128.0 MiB or more" in plan.explain(place)
+    assert "of 128.0 MiB or more (limits.DUPLICATED_BYTES)" in plan.explain(place)
     assert "tanh" in plan.explain(place)
 
 
