@@ -164,6 +164,3 @@ def _is_zero(value: np.ndarray) -> bool:
     """Whether a scalar is zero, not minus zero: another one takes its place."""
     parts = [float(np.real(value)), float(np.imag(value))]
     return parts == [0, 0] and not np.signbit(parts).any()
-
-
-__all__ = ["Zeros", "is_empty", "made_whole_apart", "zeros_like"]
