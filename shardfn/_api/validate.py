@@ -17,6 +17,7 @@ from shardfn._api.local_step import LocalStep
 from shardfn._api.options import Options
 from shardfn._api.predicted_latencies import LATENCIES
 from shardfn._api.sharded_step import VERIFY, ShardedStep
+from shardfn._core.argument_values import FLAG, count_of
 from shardfn._core.control import Control
 from shardfn._core.errors import ShardingError, call_site, cannot_be
 from shardfn._core.optional import in_use
@@ -102,8 +103,8 @@ def check_argnums(argnums: Any) -> tuple[int, ...] | None:
     """The positions of the state; None if they are to be found."""
     if isinstance(argnums, str) and argnums == "auto":
         return None
-    given: Any = (argnums,) if _count(argnums) is not None else argnums
-    if not _is_list(given, lambda n: _count(n) is not None):
+    given: Any = (argnums,) if count_of(argnums) is not None else argnums
+    if not _is_list(given, lambda n: count_of(n) is not None):
         advice = (
             "Pass the state's position counted from 0, a tuple of several, or 'auto'."
         )
@@ -116,7 +117,7 @@ def check_argnums(argnums: Any) -> tuple[int, ...] | None:
 
 def check_min_size(size: Any) -> int:
     """The number of elements from which leaves are sharded."""
-    count = _count(size)
+    count = count_of(size)
     if count is None:
         advice = "Pass a number of elements, such as 2**14, or 0 to shard every leaf."
         cannot_be("min_size", size, advice)
@@ -190,8 +191,8 @@ def check_needs_no_mesh(options: Options, control: Control) -> None:
 def check_flags(**flags: Any) -> None:
     """Raises if one of `flags` is neither True nor False."""
     for option, value in flags.items():
-        if not isinstance(value, bool):
-            cannot_be(option, value, "Pass True or False.")
+        if not FLAG.is_one(value):
+            cannot_be(option, value, FLAG.advice)
 
 
 def check_verify(verify: Any) -> None:
@@ -209,15 +210,6 @@ def check_latencies(latencies: Any) -> None:
     known = isinstance(latencies, str) and latencies in LATENCIES
     if latencies is not None and not known:
         cannot_be("latencies", latencies, "Pass 'predicted', 'xla' or None.")
-
-
-def _count(value: Any) -> int | None:
-    """`value` as an integer that is not negative, or None."""
-    try:
-        count = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        return None
-    return None if count is None or count < 0 else count
 
 
 def _is_list(values: Any, is_one: Callable[[Any], bool]) -> bool:

@@ -59,9 +59,14 @@ def _integer(value: Any) -> int | None:
     return None
 
 
-def _is_count(value: Any, least: int = 0) -> bool:
+def count_of(value: Any, least: int = 0) -> int | None:
+    """A value as an integer of `least` or more; None if it is no such number."""
     number = _integer(value)
-    return number is not None and number >= least
+    return None if number is None or number < least else number
+
+
+def _is_count(value: Any, least: int = 0) -> bool:
+    return count_of(value, least) is not None
 
 
 def _is_tolerance(value: Any) -> bool:

@@ -24,7 +24,7 @@ from shardfn._core.program import Node, Program
 from shardfn._core.sharding import Axes, Sharding
 from shardfn._core.sizes import elements, local_bytes, nbytes
 from shardfn._schedule.bodies import inside
-from shardfn._schedule.fusion import fuses, is_pointwise, is_view
+from shardfn._schedule.fusion import is_pointwise, is_view, makes_inside
 
 
 def duplicate_producers(program: Program, body: BodyPlan, axes: Axes) -> BodyPlan:
@@ -117,9 +117,7 @@ class Producers:
     def is_fused(self, ref: Ref) -> bool:
         """Whether all that reads a version makes it inside of it."""
         return ref not in self.body.leaving and all(
-            isinstance(step, Apply)
-            and ref in step.operands
-            and fuses(self.program.nodes[step.node], step.operands.index(ref))
+            makes_inside(self.program, step, _place(step, ref))
             for step in self.readers[ref]
         )
 
@@ -149,6 +147,12 @@ class Producers:
         return (
             nbytes(aval) if sharding is None else local_bytes(aval, sharding, self.axes)
         )
+
+
+def _place(step: Step | HostStep, ref: Ref) -> int:
+    """As which operand a step reads a version; -1 for none."""
+    operands = step.operands if isinstance(step, Apply) else ()
+    return operands.index(ref) if ref in operands else -1
 
 
 def _columns(node: Node, operand: int) -> int:

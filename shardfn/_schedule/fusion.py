@@ -7,6 +7,7 @@ In: a node. Out: what its rule says of that; the plan's estimate of memory reads
 import jax.numpy as jnp
 
 from shardfn._core.compat import ADDITIONS, primitives
+from shardfn._core.plan import Apply, HostStep, Step
 from shardfn._core.program import ZERO, Node, Program, aval_of
 
 _WRITES_INTO = primitives(
@@ -51,6 +52,11 @@ def fuses(node: Node, operand: int) -> bool:
         return operand > 0 or adds_to_zeros(node)
     reduces = node.rule.flat or len(node.inputs) == 1
     return reduces or is_pointwise(node) or node.eqn.primitive in _PICKS
+
+
+def makes_inside(program: Program, step: Step | HostStep, operand: int) -> bool:
+    """Whether a step is an operation that may make an operand inside of it."""
+    return isinstance(step, Apply) and fuses(program.nodes[step.node], operand)
 
 
 def writes_into(node: Node) -> bool:

@@ -219,9 +219,7 @@ class Liveness:
     def is_fused(self, ref: Ref) -> bool:
         """Whether all that reads a version makes it inside of it."""
         return ref not in self.out and all(
-            isinstance(step, Apply)
-            and fusion.fuses(self.node(step), at)
-            and not self.scatters(step)
+            fusion.makes_inside(self.program, step, at) and not self.scatters(step)
             for step, at in self.readers.get(ref, ())
         )
 
