@@ -26,6 +26,7 @@ from shardfn._api.load_step import CONVENTION, CommandError, load
 from shardfn._api.local_step import LocalStep
 from shardfn._api.option_flags import given_options, with_flags
 from shardfn._api.sharded_step import ShardedStep
+from shardfn._api.tuning.asked_rows import Also
 from shardfn._api.tuning.candidates import Tuning
 from shardfn._api.tuning.changed_options import with_options
 from shardfn._api.tuning.tune import tune
@@ -80,6 +81,9 @@ class TuneCommand:
     """How many programs are compiled at most."""
     mesh_shape: tuple[int, ...] | None = None
     """Sizes of the mesh axes on the target, if there are several."""
+    also: tuple[Also, ...] = ()
+    """What to try, too: state in the host's memory if the step does not fit, and
+    parameters or gradients that move in bfloat16 or int8, which rounds them."""
     out: Path | None = None
     """Where the options go, as a file that `fully_shard(options=path)` reads."""
     html: Path | None = None
@@ -125,7 +129,7 @@ def run_tune(command: TuneCommand) -> None:
                 "Make it first: compiling takes minutes."
             )
     step, args = load(command.step)
-    found = tuned(command, step, args, memory, command.compilations)
+    found = tuned(command, step, args, memory, command.compilations, command.also)
     print(found)
     fits = found.chosen.fits(found.memory)
     if command.out is not None and not fits:
@@ -146,6 +150,7 @@ def tuned(
     args: tuple[Any, ...],
     memory: int | None = None,
     compilations: int = TUNED_COMPILATIONS,
+    also: tuple[Also, ...] = (),
 ) -> Tuning:
     """What tuning finds on the command's target; shows stages meanwhile."""
     assert command.target is not None
@@ -157,6 +162,7 @@ def tuned(
             memory=memory,
             compilations=compilations,
             mesh_shape=command.mesh_shape,
+            also=also,
             progress=show_stage,
         )
 

@@ -182,3 +182,10 @@ NUMERIC = ArgumentKind(
         ARRAY.is_one(value) or isinstance(value, bool | int | float | complex)
     ),
 )
+
+
+def some_of(names: Sequence[str]) -> ArgumentKind:
+    """Some of these names, or none."""
+    listed = ", ".join(map(repr, names))
+    advice = f"Pass a tuple of some of {listed}, such as ({names[0]!r},)."
+    return ArgumentKind(advice, lambda value: _are(value, lambda x: x in names))

@@ -341,6 +341,21 @@ def test_tuning_refuses_what_it_cannot_do(file, flags, message, monkeypatch) -> 
     assert message in refused("tune", f"{file}:plain", "--target", H100, *flags)
 
 
+def test_tuning_tries_what_it_is_asked_for(file, monkeypatch) -> None:
+    given = {}
+
+    def tune(step, target, *args, **options):
+        given.update(options)
+        raise errors.ShardingError("stopped here")
+
+    monkeypatch.setattr(cli, "tune", tune)
+    flags = ["--target", H100, "--also", "offload", "reduce_dtype"]
+    assert "stopped here" in refused("tune", f"{file}:plain", *flags)
+    assert given["also"] == ("offload", "reduce_dtype")
+    assert "stopped here" in refused("tune", f"{file}:plain", *flags[:2])
+    assert given["also"] == ()
+
+
 @pytest.mark.parametrize(
     "text, size",
     [

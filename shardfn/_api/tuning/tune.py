@@ -8,7 +8,7 @@ same player times all of them.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,11 +17,18 @@ import jax
 from shardfn._api.fully_shard import fully_shard
 from shardfn._api.sharded_step import ShardedStep
 from shardfn._api.tuning.advise import advise, of_storage
+from shardfn._api.tuning.asked_rows import ALSO, Also, asked_rows
 from shardfn._api.tuning.candidates import Candidate, Tuning, choose
 from shardfn._api.tuning.changed_options import with_options
 from shardfn._api.tuning.tuned_options import TunedOptions, state_of
 from shardfn._api.validate import check_step
-from shardfn._core.argument_values import FUNCTION, SIZE, WHOLE, check_arguments
+from shardfn._core.argument_values import (
+    FUNCTION,
+    SIZE,
+    WHOLE,
+    check_arguments,
+    some_of,
+)
 from shardfn._core.errors import ShardingError
 from shardfn._core.option_values import size_in
 from shardfn._core.tuning_limits import TUNED_COMPILATIONS, TUNED_SHARE
@@ -31,6 +38,9 @@ from shardfn.analysis.report import Report
 Changes = tuple[tuple[str, Any], ...]
 """Options beside the step's own: names and values."""
 
+ASKED = some_of(ALSO)
+"""Which of the options that are tried only if asked for."""
+
 
 def tune(
     step: Callable[..., Any],
@@ -39,14 +49,15 @@ def tune(
     memory: int | str | None = None,
     compilations: int = TUNED_COMPILATIONS,
     mesh_shape: tuple[int, ...] | None = None,
+    also: Sequence[Also] = (),
     progress: Callable[[str], None] = lambda stage: None,
     **named: Any,
 ) -> Tuning:
     """Finds the options with which a step is fastest on machines that are not there.
 
     Compiles the step for them a few times, which needs the extra `aot` and no
-    accelerator. The same step and target give the same choice. Wire dtypes and the
-    host's memory change results or machines, and are left as the step has them.
+    accelerator. The same step and target give the same choice. Results stay what they
+    are, and so do the memories that the step uses, unless `also` says otherwise.
 
     Args:
       step: a plain step, which is sharded over one axis of all the target's devices, or
@@ -62,6 +73,10 @@ def tune(
         long as compiling the step.
       mesh_shape: sizes of the mesh axes there, as in `ShardedStep.on`. Needed if the
         step's mesh has several axes and the target has another number of devices.
+      also: which of "offload", "gather_dtype" and "reduce_dtype" may be tried, too. The
+        first stores state in the host's memory if the step does not fit (and compiles
+        a few times for that); the others round what moves, to bfloat16 and to int8.
+        None by default.
       progress: called with each stage when it starts, such as `print`; nothing is shown
         by default.
       **named: arguments of the step that are passed by name.
@@ -87,6 +102,7 @@ def tune(
         "tune",
         memory=(memory, SIZE.or_none()),
         compilations=(compilations, WHOLE),
+        also=(also, ASKED),
         progress=(progress, FUNCTION),
     )
     if compilations < 1:
@@ -99,7 +115,8 @@ def tune(
     search = _Search(step, target, args, named, mesh_shape, progress, compilations)
     bound = there.memory if asked is None else asked
     report = search.compiled("as it is", ())
-    rows = advise(report, targets.devices(target), bound, of_storage(report))
+    others = advise(report, targets.devices(target), bound, of_storage(report))
+    rows = (*asked_rows(report, bound, also), *others)
     least = TUNED_SHARE * report.step_seconds
     lacks = report.memory.peak > bound
     worth = [row for row in rows if row.saves >= least or lacks]

@@ -97,6 +97,15 @@ class Timeline:
         return sum(s.end - s.start for s in self.device if s.kind == WAIT)
 
     @property
+    def exposed_in_any_order(self) -> float:
+        """The part of `exposed` that no order within an iteration saves: by so much
+        those of the outermost loops send for longer than they compute."""
+        busy = [s for s in self.device if s.kind not in (WAIT, HOST_WAIT)]
+        computed, sent = _within(busy, self.rounds), _within(self.links, self.rounds)
+        pairs = zip(sent, computed, strict=True)
+        return sum(max(0.0, links - device) for links, device in pairs)
+
+    @property
     def exposed_by_op(self) -> dict[str, float]:
         """The same by what the device waits for, the longest first."""
         found: Counter[str] = Counter()
@@ -123,3 +132,19 @@ class Timeline:
     def copied(self, memory: str) -> int:
         """Bytes that are copied to a memory."""
         return sum(s.bytes for s in self.copies if s.kind == memory)
+
+
+def _within(
+    spans: Sequence[Span], rounds: Sequence[tuple[float, float, int]]
+) -> list[float]:
+    """Seconds of the spans in each round; both are in order, and none overlap."""
+    found, at = list[float](), 0
+    for start, end, _ in rounds:
+        while at < len(spans) and spans[at].end <= start:
+            at += 1
+        total, i = 0.0, at
+        while i < len(spans) and spans[i].start < end:
+            total += min(spans[i].end, end) - max(spans[i].start, start)
+            i += 1
+        found.append(total)
+    return found
