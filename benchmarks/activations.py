@@ -1,31 +1,33 @@
-"""What the models of `criteria.py` hold besides weights and gradients: one device's
-rows forward and backward, compiled for an H100 that is not there. Weights are given
-whole and narrow, and only norms have gradients, so nothing is gathered, cast or summed.
-
-Needs the extra `aot`.
-
-    python benchmarks/activations.py
+"""What a model of `criteria.py` holds besides weights and gradients: one device's rows
+forward and backward, compiled for a device that is not there. Weights are given whole
+and narrow, and only norms have gradients, so nothing is gathered, cast or summed.
+`goals.py` prints it.
 """
-
-import os
-
-os.environ["JAX_PLATFORMS"] = "cpu"
 
 import criteria_programs as programs
 import jax
 import jax.numpy as jnp
-from criteria_cases import CASES, Case
+from criteria_cases import Case
 from criteria_models import mean_loss
-from criteria_table import markdown
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardfn.analysis import targets
+from shardfn.analysis._heap_size import compiled_with_heap
+
+ALONE = {"h100": "h100:1", "v5p": "tpu:v5p:2x2x1"}
+"""The smallest target of a chip; several devices there compute the same."""
 
 
-def temporary(case: Case) -> int:
-    """Peak temporary bytes of a loss and its gradient by the scales of norms."""
-    one = NamedSharding(targets.mesh("h100:1"), P())
+def temporary(case: Case, chip: str, platform: str) -> int:
+    """Peak temporary bytes of a loss and its gradient by the scales of norms.
+
+    Args:
+      case: the case; of its batch, what one device takes.
+      chip: a key of `ALONE`.
+      platform: its platform, as JAX calls it.
+    """
+    whole = NamedSharding(targets.mesh(ALONE[chip]), P())
     state, batch = programs.arguments(case.model, 1)
     found, treedef = jax.tree_util.tree_flatten_with_path(state["params"])
     leaves = [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for _, x in found]
@@ -40,19 +42,6 @@ def temporary(case: Case) -> int:
         params = treedef.unflatten([w if s is None else s for s, w in pairs])
         return mean_loss(params, batch, case.model)
 
-    step = jax.jit(jax.grad(loss), in_shardings=one, out_shardings=one)
-    compiled = step.lower(*split, batch).compile()
-    return compiled.memory_analysis().temp_size_in_bytes
-
-
-def main() -> None:
-    lines = [
-        (case.name, f"{temporary(case) / 2**30:.2f} GiB")
-        for case in CASES.values()
-        if 2 in case.criteria
-    ]
-    print(markdown(("case", "activations"), lines))
-
-
-if __name__ == "__main__":
-    main()
+    step = jax.jit(jax.grad(loss), in_shardings=whole, out_shardings=whole)
+    _, heap = compiled_with_heap(step.lower(*split, batch), platform, {})
+    return heap

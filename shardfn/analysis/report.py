@@ -179,6 +179,9 @@ def _transfers(report: Report) -> str:
     waits = report.timeline.exposed_by_op
     each = ", ".join(f"{op} {seconds_text(s)}" for op, s in waits.items() if s)
     exposed = f"{seconds_text(report.exposed_seconds)} exposed"
+    if least := report.timeline.exposed_in_any_order:
+        exposed += f" ({seconds_text(least)} in any order: loops send for longer than"
+        exposed += " they compute)"
     latency = f"{seconds_text(report.timeline.latency)} of it latency"
     return f"{latency}; of which {exposed}{': ' * bool(each)}{each}"
 

@@ -302,6 +302,7 @@ def test_the_device_waits_where_the_schedule_does(
     assert kinds(found.links) == [("all_gather", 0, 3)]
     assert found.exposed == pytest.approx(exposed)
     assert found.seconds == pytest.approx(device[-1][2])
+    assert found.exposed_in_any_order == 0  # there is no loop
     assert found.links[0].bytes == 64 * 4 * 7 // 8
     assert found.alone == (found.links if alone else ())
 
@@ -339,6 +340,41 @@ def test_loops_are_played_as_often_as_they_run() -> None:
     found = play(module(ENTRY.replace("TRIPS", many), LOOP), ROUND)
     assert found.seconds == pytest.approx(3000)
     assert len(found.rounds) == 256
+
+
+SUM = f"all-reduce(%x), {GROUPS}, to_apply=%add"
+STARTED = f"all-reduce-start(%x), {GROUPS}, to_apply=%add"
+
+
+@pytest.mark.parametrize(
+    "lines, seconds, exposed, in_any_order",
+    [
+        # A transfer takes three seconds, a product one.
+        ([f"%r = f32[64,128] {SUM}"], 3, 3, 3),
+        ([f"%r = f32[64,128] {SUM}", 1], 4, 3, 2),
+        ([f"%s = f32[64,128] {STARTED}", 1, "done"], 3, 2, 2),
+        ([f"%s = f32[64,128] {STARTED}", 1, "done", 1], 4, 2, 1),
+        ([f"%r = f32[64,128] {SUM}", 4], 7, 3, 0),
+        ([f"%s = f32[64,128] {STARTED}", 4, "done"], 4, 0, 0),
+    ],
+)
+def test_a_loop_that_sends_for_longer_than_it_computes_waits_in_any_order(
+    lines, seconds, exposed, in_any_order
+) -> None:
+    done, body = "%r = f32[64,128] all-reduce-done(%s)", list[str]()
+    for line in lines:
+        if isinstance(line, int):
+            at = len(body)
+            body += [DOT.replace("%d =", f"%d{at}_{i} =") for i in range(line)]
+        else:
+            body.append(done if line == "done" else line)
+    made = (line.replace("parameter(", "iota(), iota_dimension=") for line in (A, B))
+    inner = LOOP.replace(f"  %r = f32[64,128] {SUM}", "\n".join([*made, *body]))
+    trips = 'backend_config={"known_trip_count":{"n":"5"}}'
+    found = play(module(ENTRY.replace("TRIPS", trips), inner), ROUND)
+    assert found.seconds == pytest.approx(5 * seconds)
+    assert found.exposed == pytest.approx(5 * exposed)
+    assert found.exposed_in_any_order == pytest.approx(5 * in_any_order)
 
 
 def test_the_quantizer_is_what_writes_and_reads_bits_outside_of_matmuls() -> None:
