@@ -46,6 +46,7 @@ from shardfn._lowering.xla_options import (
     needed_options,
     set_elsewhere,
 )
+from shardfn._schedule.delayed_sums import delays_other_axes
 from shardfn._schedule.heap import Heap
 from shardfn._schedule.order_gathers import orders_gathers
 from shardfn._trace.purity import calls_the_host
@@ -136,14 +137,17 @@ class Programs:
         """The compiler's options; for a plan, those that it asks for, too."""
         devices = tuple(self.storage.given.devices.flat)
         quantizes = self.storage.control.quantizes_gathers
-        in_turn = on_host = False
+        in_turn = on_host = other_axes = False
         if planned is not None:
             in_turn = orders_gathers(planned.body)
             on_host = has_host_values(planned.program, planned.body)
+            other_axes = self.storage.axes.hides_network and delays_other_axes(
+                planned.program, planned.body
+            )
         asked, tuned = self.asked, self.plain.tuned
         if tuned is not None and asked is not False:
             asked = {**tuned.of_compiler(devices[0].platform), **(asked or {})}
-        return compiler_options(devices, asked, quantizes, in_turn, on_host)
+        return compiler_options(devices, asked, quantizes, in_turn, on_host, other_axes)
 
     @property
     def heap(self) -> Heap:

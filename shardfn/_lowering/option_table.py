@@ -29,6 +29,8 @@ class CompilerOption:
       most: devices beyond which it is left out; 0 if it never is.
       quantized: it is of use only if what is gathered is quantized.
       in_turn: it is of use only if a plan orders gathers.
+      other_axes: it is of use only if loops sum over other mesh axes, such as replicas,
+        what they scatter over one.
       on_host: it is of use only if a step has values in the host's memory.
       is_list: its value is put behind what the user sets it to. Results depend on it,
         so that only None leaves it out.
@@ -42,6 +44,7 @@ class CompilerOption:
     most: int = 0
     quantized: bool = False
     in_turn: bool = False
+    other_axes: bool = False
     on_host: bool = False
     is_list: bool = False
 
@@ -97,6 +100,16 @@ OPTIONS = (
         "gpu",
         (("xla_gpu_reduce_scatter_combine_threshold_bytes", CHAINED_BYTES),),
         in_turn=True,
+    ),
+    # The sums over replicas run beside the next iteration. XLA would wait for them, and
+    # for the reduce-scatters in front of them.
+    CompilerOption(
+        "gpu",
+        (
+            ("xla_gpu_pipeline_all_reduce", "COLLECTIVE_PIPELINING_MODE_ON"),
+            ("xla_gpu_enable_pipelined_all_reduce", True),
+        ),
+        other_axes=True,
     ),
     # Results depend on it. XLA does not run with both of these options.
     CompilerOption(

@@ -67,6 +67,7 @@ def compiler_options(
     quantizes: bool = False,
     in_turn: bool = False,
     on_host: bool = False,
+    other_axes: bool = False,
 ) -> dict[str, Any]:
     """The options that a step is compiled with.
 
@@ -76,6 +77,7 @@ def compiler_options(
       quantizes: whether leaves may be gathered quantized.
       in_turn: whether the plan orders gathers.
       on_host: whether it has values in the host's memory.
+      other_axes: whether its loops sum over other mesh axes what they scatter over one.
 
     Returns:
       Names and values, all known to the compiler of these devices.
@@ -98,6 +100,7 @@ def compiler_options(
         and (quantizes or not option.quantized)
         and (in_turn or not option.in_turn)
         and (on_host or not option.on_host)
+        and (other_axes or not option.other_axes)
         and given_by_user.isdisjoint(option.decided_by)
         and (left_to_xla if option.is_list else given_by_user).isdisjoint(option.names)
     ]

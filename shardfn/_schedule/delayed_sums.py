@@ -4,11 +4,13 @@ In: the plan of a loop's body. Out: its sums that only lead to what the loop sta
 the bytes of their terms. XLA for GPUs sums what one iteration has made while the next
 one computes, and once behind the loop, so the terms of an iteration live through the
 one that follows, but for sums that the plan does not let it delay (`undelayed_sums`).
+Of sums over several mesh axes it delays what comes behind the reduce-scatter.
 """
 
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
 
+from shardfn._core.moves import ReduceScatter
 from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard
 from shardfn._core.program import Node, Program
 from shardfn._core.sharding import Axes, Sharding, Unreduced
@@ -34,6 +36,23 @@ class StackedSum:
         aval = self.program.avals[self.step.source.value]
         return local_bytes(aval, self.step.path[0], axes)
 
+    @property
+    def scattered(self) -> Sharding | None:
+        """What its reduce-scatters leave, if that is summed over other mesh axes, too,
+        such as replicas; else None."""
+        moves = self.step.moves
+        ends = [i for i, m in enumerate(moves, 1) if isinstance(m, ReduceScatter)]
+        return self.step.path[ends[-1]] if ends and ends[-1] < len(moves) else None
+
+    def delayed_bytes(self, axes: Axes) -> int:
+        """Bytes on a device of what the compiler delays."""
+        if self.step.undelayed:
+            return 0
+        if self.scattered is None:
+            return self.term_bytes(axes)
+        aval = self.program.avals[self.step.source.value]
+        return local_bytes(aval, self.scattered, axes)
+
     def part_bytes(self, axes: Axes) -> int:
         """Bytes of the sum that stay on a device."""
         aval = self.program.avals[self.step.result.value]
@@ -51,8 +70,18 @@ def delayed_sums(node: Node, step: Apply, axes: Axes) -> int:
     Returns:
       The bytes; none for a loop that stacks nothing, or that is written out.
     """
-    found = stacked_sums(node, step)
-    return sum(s.term_bytes(axes) for s in found if not s.step.undelayed)
+    return sum(each.delayed_bytes(axes) for each in stacked_sums(node, step))
+
+
+def delays_other_axes(program: Program, body: BodyPlan) -> bool:
+    """Whether a compiler may delay sums of loops in a plan over other mesh axes than
+    those that they are scattered over."""
+    ops = [step for step in body.steps if isinstance(step, Apply)]
+    return any(
+        any(each.scattered is not None for each in stacked_sums(node, step))
+        or any(map(delays_other_axes, node.bodies, step.bodies))
+        for step, node in ((op, program.nodes[op.node]) for op in ops)
+    )
 
 
 def stacked_sums(node: Node, step: Apply) -> list[StackedSum]:

@@ -6,7 +6,9 @@ reduce-scatter whose result a loop stacks. This hides the last ones of an iterat
 costs memory, copies and compile time for the first ones, which are hidden anyway where
 its scheduler knows how long they take. Where an iteration computes much more than it
 sends, all of its sums end in it, one after the other. So do those of one that computes
-about as long as it sends, of which `order_gathers` orders the gathers.
+about as long as it sends, of which `order_gathers` orders the gathers. Between hosts,
+sums that go on over other mesh axes, such as replicas, are left to the compiler: it
+hides their reduce-scatters, and delays what is left, if nothing waits for it.
 """
 
 from collections.abc import Sequence
@@ -75,7 +77,8 @@ class _Sum:
 def _undelayed(node: Node, loop: Apply, axes: Axes) -> Apply:
     """A node, in whose iterations those sums end that can."""
     scattered = scattered_sums(node, loop)
-    if not scattered:
+    goes_on = any(each.scattered is not None for each in scattered.values())
+    if not scattered or (axes.hides_network and goes_on):
         return loop
     (program,), (body,) = node.bodies, loop.bodies
     total, sums = _in_order(program, body, axes, scattered)

@@ -24,6 +24,9 @@ Coords = Sequence[Sequence[int]]
 
 US = 1e-6
 
+NVLINK, NETWORK = "NVLink", "network"
+"""What moves over one of them alone leaves the other free."""
+
 
 @dataclass(frozen=True, slots=True)
 class TransferTime:
@@ -32,10 +35,12 @@ class TransferTime:
     Attributes:
       links: seconds that its bytes occupy the links.
       latency: seconds from then on until the last of them is there.
+      over: kinds of links that they occupy, where a machine has several.
     """
 
     links: float
     latency: float
+    over: tuple[str, ...] = ("links",)
 
     @property
     def seconds(self) -> float:
@@ -88,7 +93,8 @@ def transfer(target: Target, op: str, sent: float, coords: Coords) -> TransferTi
     """How long a collective takes, if nothing else uses its links.
 
     A GPU's ring that spans slices, each of what NVLink connects, crosses each slice's
-    edge over the network cards of all its devices there. A TPU's uses the links along
+    edge over the network cards of all its devices there. One device of each slice, as
+    in a sum over replicas, leaves NVLink to others. A TPU's uses the links along
     the torus dimensions that it extends over.
 
     Args:
@@ -101,7 +107,7 @@ def transfer(target: Target, op: str, sent: float, coords: Coords) -> TransferTi
       Seconds at the rates of the data sheets, and the latency.
     """
     if len(coords) < 2:
-        return TransferTime(0.0, 0.0)
+        return TransferTime(0.0, 0.0, ())
     if target.platform == "cuda":
         return _on_gpus(target, op, sent, coords)
     return _on_torus(target, op, sent, coords)
@@ -109,11 +115,15 @@ def transfer(target: Target, op: str, sent: float, coords: Coords) -> TransferTi
 
 def _on_gpus(target: Target, op: str, sent: float, coords: Coords) -> TransferTime:
     slices = Counter(c[0] for c in coords)
-    rate = target.link_bandwidth
+    rate, over = target.link_bandwidth, [NVLINK] * (len(coords) > len(slices))
     if len(slices) > 1:
         rate = min(rate, target.network_bandwidth * min(slices.values()))
-    ways = _ways(op, len(coords), len(slices))
-    return min((TransferTime(sent / (rate * s), t) for t, s in ways), key=_seconds)
+        over.append(NETWORK)
+    ways = (
+        TransferTime(sent / (rate * share), latency, tuple(over))
+        for latency, share in _ways(op, len(coords), len(slices))
+    )
+    return min(ways, key=_seconds)
 
 
 def _ways(op: str, devices: int, slices: int) -> Iterator[tuple[float, float]]:

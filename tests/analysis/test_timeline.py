@@ -2,6 +2,7 @@
 and when what runs on a machine with round rates.
 """
 
+import dataclasses
 import math
 from collections import Counter
 
@@ -438,6 +439,57 @@ def test_many_bytes_take_the_links_rate(name, coords, seconds) -> None:
     taken = transfer(targets.target(name), "all_gather", 1e9, coords)
     assert taken.links == pytest.approx(seconds)
     assert taken.latency < 0.2 * seconds
+
+
+@pytest.mark.parametrize(
+    "name, coords, over",
+    [
+        ("h100:64", ONE_HOST, ("NVLink",)),
+        ("h100:64", HOSTS, ("NVLink", "network")),
+        ("h100:64", [(h, 0, 0) for h in range(8)], ("network",)),
+        ("h100:64", ONE_HOST[:1], ()),
+        ("tpu:v5p:4x4x4", V5P_PLANE, ("links",)),
+    ],
+)
+def test_which_links_a_transfer_occupies(name, coords, over) -> None:
+    assert transfer(targets.target(name), "all_reduce", 1e9, coords).over == over
+
+
+@pytest.mark.parametrize(
+    "others, ends, exposed, in_any_order",
+    [
+        # Each takes two seconds on its links, the product one.
+        (("network",), (2, 2), 1, 1),
+        (("NVLink",), (2, 4), 3, 3),
+        (("NVLink", "network"), (2, 4), 3, 3),
+    ],
+)
+def test_what_occupies_other_links_moves_meanwhile(
+    others, ends, exposed, in_any_order
+) -> None:
+    over = {"all_gather": ("NVLink",), "all_reduce": others}
+    rates = dataclasses.replace(
+        ROUND, transfer=lambda arrays: TransferTime(2.0, 0.0, over[arrays[0].op])
+    )
+    made = (line.replace("parameter(", "iota(), iota_dimension=") for line in (A, B))
+    gathered = f"%s = (f32[64,128], f32[512,128]) all-gather-start(%x), {GROUPS}"
+    body = [
+        *made,
+        f"{gathered}, dimensions={{0}}",
+        f"%u = f32[64,128] {STARTED}",
+        DOT,
+        "%e = f32[512,128] all-gather-done(%s)",
+        "%r = f32[64,128] all-reduce-done(%u)",
+    ]
+    inner = LOOP.replace(f"  %r = f32[64,128] {SUM}", "\n".join(body))
+    trips = 'backend_config={"known_trip_count":{"n":"3"}}'
+    found = play(module(ENTRY.replace("TRIPS", trips), inner), rates)
+    assert [(s.end, s.over) for s in found.links[:2]] == [
+        (ends[0], ("NVLink",)),
+        (ends[1], others),
+    ]
+    assert found.exposed == pytest.approx(3 * exposed)
+    assert found.exposed_in_any_order == pytest.approx(3 * in_any_order)
 
 
 @pytest.mark.parametrize(

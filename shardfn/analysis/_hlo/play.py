@@ -4,7 +4,7 @@ In: a scheduled program and a machine's rates. Out: spans of time.
 
 Plays the schedule on a machine that runs every operation at its roofline: the larger of
 FLOPs over the peak rate and bytes over the memory's, and a gap before the next. Bytes
-of transfers occupy the links, one transfer at a time, from their start on, and are
+of transfers occupy their links, one transfer at a time, from their start on, and are
 there a latency later; the device waits where the schedule needs their result.
 """
 
@@ -84,13 +84,13 @@ class _Player:
 
     `arrival` is when a transfer's result is there, by instruction; asynchronous
     operations pass it on to what ends them. `sent` is when that of the last transfer
-    is, `host_free` when the link to each memory is free.
+    is, `links_free` when each kind of links is, `host_free` the link to each memory.
     """
 
     module: Module
     rates: Rates
     now: float = 0.0
-    links_free: float = 0.0
+    links_free: dict[str, float] = field(default_factory=dict)
     sent: Arrival = Arrival(0.0)
     device: list[Span] = field(default_factory=list)
     links: list[Span] = field(default_factory=list)
@@ -189,13 +189,15 @@ class _Player:
         if nothing else can run meanwhile."""
         taken = self.rates.transfer(moved)
         rate = sum(c.wire_bytes for c in moved) / taken.links if taken.links else 0
+        end = max((self.links_free.get(k, 0.0) for k in taken.over), default=0.0)
+        end = max(self.now, end)
         for c in moved:
-            start = max(self.now, self.links_free)
-            self.links_free = start + (c.wire_bytes / rate if rate else 0.0)
-            span = Span(start, self.links_free, c.op, c.op_name, c.wire_bytes)
+            start, end = end, end + (c.wire_bytes / rate if rate else 0.0)
+            span = Span(start, end, c.op, c.op_name, c.wire_bytes, over=taken.over)
             self.links.append(replace(span, alone=alone))
+        self.links_free.update(dict.fromkeys(taken.over, end))
         self.latency += taken.latency
-        end = Arrival(self.links_free + taken.latency, moved[0].op)
+        end = Arrival(end + taken.latency, moved[0].op)
         self.sent = max(self.sent, end)
         return end
 

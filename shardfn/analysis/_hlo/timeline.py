@@ -46,6 +46,7 @@ class Span:
       bytes: that a transfer sends.
       waits_for: the `op` of the collective that the device waits for.
       alone: of a transfer: nothing else can run on the device meanwhile.
+      over: kinds of links that a transfer occupies.
     """
 
     start: float
@@ -55,6 +56,7 @@ class Span:
     bytes: int = 0
     waits_for: str = ""
     alone: bool = False
+    over: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +103,12 @@ class Timeline:
         """The part of `exposed` that no order within an iteration saves: by so much
         those of the outermost loops send for longer than they compute."""
         busy = [s for s in self.device if s.kind not in (WAIT, HOST_WAIT)]
-        computed, sent = _within(busy, self.rounds), _within(self.links, self.rounds)
-        pairs = zip(sent, computed, strict=True)
+        computed = _within(busy, self.rounds)
+        most = [0.0] * len(computed)
+        for kind in {kind for s in self.links for kind in s.over}:
+            sent = _within([s for s in self.links if kind in s.over], self.rounds)
+            most = [max(pair) for pair in zip(most, sent, strict=True)]
+        pairs = zip(most, computed, strict=True)
         return sum(max(0.0, links - device) for links, device in pairs)
 
     @property
