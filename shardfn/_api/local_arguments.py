@@ -18,6 +18,7 @@ from shardfn._api.given_states import GivenStates, Stored
 from shardfn._api.local_types import check_same, check_split, same_over
 from shardfn._api.plain_step import PlainStep
 from shardfn._core import compat
+from shardfn._core.argnums_text import argnums_text, positions_advice
 from shardfn._core.call_arguments import Position, Rest, StateArguments, by_place
 from shardfn._core.errors import ShardingError, called, step_name
 from shardfn._core.leaves import Leaf
@@ -276,8 +277,9 @@ class _Search:
         raise ShardingError(
             f"it cannot be told which arguments of {step_name()} are its state.\n"
             f"{lines}{called()}"
-            f"Pass state_argnums={one.places} to fully_shard if it is state, "
-            f"state_argnums={other.places} if it is of the batch."
+            f"Pass {argnums_text(one.places)} to fully_shard if it is state, "
+            f"{argnums_text(other.places)} if it is of the batch."
+            f"{positions_advice(one.places)}"
         )
 
 

@@ -194,13 +194,24 @@ class Named(dict[str, Any]):
 @dataclass(frozen=True, slots=True)
 class ArgumentKey:
     """The key of an argument among those that are not state: it is called as the step
-    calls it."""
+    calls it. Those that are passed by name alone have one key."""
 
     idx: int
     name: str
+    by_name: bool = False
 
     def __str__(self) -> str:
         return self.name
+
+
+def argument_of(path: Path) -> ArgumentKey | None:
+    """The argument that a leaf of a `Rest` is in; None for other paths."""
+    match path:
+        case (ArgumentKey(by_name=True) as key, DictKey() as name, *_):
+            return ArgumentKey(key.idx, str(name.key), by_name=True)
+        case (ArgumentKey() as key, *_):
+            return key
+    return None
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -218,9 +229,9 @@ class Rest(tuple[Any, ...]):
         """The arguments in order."""
         names = without(self.meaning.parameters, self.meaning.arguments)
         names += map(str, range(len(names), len(self)))
+        keys = [ArgumentKey(i, name) for i, name in enumerate(names)]
         if self and isinstance(self[-1], Named):
-            names[len(self) - 1] = "keywords"
-        keys = (ArgumentKey(i, name) for i, name in enumerate(names))
+            keys[len(self) - 1] = ArgumentKey(len(self) - 1, "keywords", by_name=True)
         return list(zip(keys, self, strict=False)), self.meaning
 
     @classmethod

@@ -10,6 +10,11 @@ from typing import Any, NoReturn
 import jax
 from jax.tree_util import SequenceKey, tree_flatten_with_path
 
+from shardfn._core.argnums_text import (
+    argnums_text,
+    positions_advice,
+    read_only_advice,
+)
 from shardfn._core.call_arguments import Path, Position, parts
 from shardfn._core.errors import ShardingError, called, step_name
 from shardfn._trace.argument_flow import is_like_rows
@@ -37,8 +42,10 @@ def other_note(
     if not is_cache:
         how = (
             "may be a batch that the step changes: it is taken for one. If it is "
-            f"state, pass {_argnums(with_it)}"
+            f"state, pass {argnums_text(with_it)}"
         )
+        if advice := positions_advice(with_it):
+            how += f".{advice}".removesuffix(".")
     return f"argument {name} comes back as {where(path)} and {how}"
 
 
@@ -58,8 +65,7 @@ def batch_notes(
     but some others."""
     return [
         f"argument {names[p]} does not come back: it is taken for a batch, though its "
-        "leaves differ in rows. If it is parameters that are only read, name it in "
-        "state_argnums=, too"
+        f"leaves differ in rows. {read_only_advice(p)}"
         for p, argument in arguments.items()
         if p not in others and not is_like_rows(argument)
     ]
@@ -77,20 +83,21 @@ def refuse_readings(
         + ("is state\n" if p in certain else _MAY_BE)
         for p, path in pairs.items()
     )
-    all_of, first = _argnums([*pairs]), next(iter(pairs))
+    all_of, first = argnums_text([*pairs]), next(iter(pairs))
     if certain:
         advice = (
             f"Return what is state first, in the order of the arguments, and pass "
-            f"{all_of} to fully_shard if all of that is, {_argnums(certain)} if the "
-            "other is a batch."
+            f"{all_of} to fully_shard if all of that is, {argnums_text(certain)} if "
+            "the other is a batch."
         )
     else:
         return_it = "" if pairs[first] == () else ", and return it first"
         advice = (
-            f"Pass {_argnums([first])} to fully_shard if that is the state{return_it}. "
-            "If it is a batch, pass the position of the state, which is then read "
-            "only, or return the state, too."
+            f"Pass {argnums_text([first])} to fully_shard if that is the state"
+            f"{return_it}. If it is a batch, pass the position of the state, which is "
+            "then read only, or return the state, too."
         )
+    advice += positions_advice([*pairs] if certain else [first])
     if has_cache:
         advice += (
             " If it is a cache of the batch, return the parameters too, unchanged: "
@@ -126,11 +133,6 @@ def where(path: Path) -> str:
         for key in path
     ]
     return f"result {'/'.join(keys)}"
-
-
-def _argnums(positions: Sequence[Position]) -> str:
-    each = tuple(positions)
-    return f"state_argnums={each[0] if len(each) == 1 else each}"
 
 
 def changes(

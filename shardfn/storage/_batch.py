@@ -10,7 +10,8 @@ from typing import Any, NoReturn
 
 from jax.tree_util import DictKey, SequenceKey
 
-from shardfn._core.call_arguments import ArgumentKey
+from shardfn._core.argnums_text import read_only_advice
+from shardfn._core.call_arguments import ArgumentKey, argument_of
 from shardfn._core.errors import ShardingError, called
 from shardfn._core.leaves import Leaf
 from shardfn._core.shown_limits import SHOWN_LEAVES
@@ -66,23 +67,22 @@ def of_many_rows(leaves: Sequence[Leaf], uneven: Sequence[Uneven]) -> list[str]:
     """Lines on arguments that cannot be a batch's, for their leaves have not the same
     number of rows, or not that of any other argument: parameters that are read only,
     but unlike the state."""
-    rows: dict[str, set[int]] = {}
+    rows: dict[ArgumentKey, set[int]] = {}
     for leaf in leaves:
-        match leaf.path:
-            case (ArgumentKey() as key, *_) if leaf.aval.shape:
-                rows.setdefault(key.name, set()).add(leaf.aval.shape[0])
-    wrong = {str(x.path[0]) for x in uneven if x.path}
+        if leaf.aval.shape and (key := argument_of(leaf.path)):
+            rows.setdefault(key, set()).add(leaf.aval.shape[0])
+    wrong = {argument_of(x.path) for x in uneven}
     lines: list[str] = []
-    for name, sizes in rows.items():
-        others = set[int]().union(*(x for k, x in rows.items() if k != name))
-        if name not in wrong or len(sizes) == 1 and (not others or sizes & others):
+    for key, sizes in rows.items():
+        others = set[int]().union(*(x for k, x in rows.items() if k != key))
+        if key not in wrong or len(sizes) == 1 and (not others or sizes & others):
             continue
         next_to = f", those of others {_numbers(others)}" if others else ""
         lines.append(
-            f"the leaves of argument '{name}' have {_numbers(sizes)} rows{next_to}. It "
+            f"the leaves of argument '{key}' have {_numbers(sizes)} rows{next_to}. It "
             "is taken for a batch, since it does not come back, and has not the "
-            "structure, shapes and dtypes of the state or a part of it. If it is "
-            "parameters that are only read, name it in state_argnums=, too"
+            "structure, shapes and dtypes of the state or a part of it. "
+            + read_only_advice(key.name if key.by_name else key.idx)
         )
     return lines
 

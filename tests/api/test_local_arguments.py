@@ -329,3 +329,13 @@ def test_arguments_of_which_two_readings_fit() -> None:
         "rows of [(16, 2)]" in message
     )
     assert "state_argnums=(0, 1) to fully_shard if it is state, state" in message
+
+    def named(local):
+        return lambda state, other, x: local(state, other=other, x=x)
+
+    local = given(WIDE, step=lambda state, *, other, x: both(state, other, x))
+    message = traced(named(local), WIDE, WIDE, X, specs=(shards, shards, P("data")))
+    assert (
+        "Pass state_argnums=(0, position of 'other') to fully_shard if it is state, "
+        "state_argnums=0 if it is of the batch. No position yet: 'other'," in message
+    )

@@ -364,6 +364,68 @@ def test_what_cannot_be_told_is_asked(fn, args, parts) -> None:
         assert part in str(caught.value)
 
 
+NO_POSITION = (
+    " No position yet: '{}', passed by name. Let the step take each in front of any *, "
+    "and of arguments that calls leave out."
+)
+
+
+def test_advice_for_what_is_passed_by_name() -> None:
+    """`state_argnums` takes no names: the argument gets a position first."""
+
+    def step(p, x, *, ema):
+        return update(p, MU, x)[0], {"mean": 2 * ema["mean"]}
+
+    ema = {"mean": ones(8, 16)}
+    *_, note = meaning(step, P, X, ema=ema).notes
+    assert note.endswith(
+        "If it is state, pass state_argnums=(0, position of 'ema')."
+        + NO_POSITION.format("ema").removesuffix(".")
+    )
+    followed = asked(lambda p, x, ema: step(p, x, ema=ema), (0, 2), P, X, ema)
+    assert shown(followed) == "0<-0 2<-1"
+
+    def swapped(x, *, p):
+        return x * 2, update(p, MU, x)[0]
+
+    with pytest.raises(shardfn.ShardingError) as caught:
+        meaning(swapped, X, p=P)
+    assert str(caught.value).endswith(
+        "pass state_argnums=(0, position of 'p') to fully_shard if all of that is, "
+        "state_argnums=position of 'p' if the other is a batch."
+        + NO_POSITION.format("p")
+    )
+
+
+def test_advice_for_weights_that_are_passed_by_name() -> None:
+    """Those that devices can divide are noted, those that they cannot are refused."""
+
+    def step(p, x, *, frozen, y):
+        frozen = {**frozen, "table": ones(16, 1) * frozen["table"].sum(0)}
+        return adapted(p, frozen, x * y[:, None])
+
+    def by_position(p, x, frozen, y):
+        return step(p, x, frozen=frozen, y=y)
+
+    sharded = shardfn.fully_shard(step, jax.make_mesh((8,), ("data",)), min_size=0)
+    said = "If it is parameters that are only read, name it in state_argnums=, too."
+    said += NO_POSITION.format("frozen").removesuffix(".")
+    stacks = {"layers": ones(8, 16, 16), "table": ones(16, 16)}
+    notes = sharded.plan(LORA, X, frozen=stacks, y=ones(8)).notes
+    assert any(note.endswith(said) for note in notes)
+    followed = asked(by_position, (0, 2), LORA, X, stacks, ones(8))
+    assert shown(followed) == "0<-0 reads 2"
+
+    stacks = {"layers": ones(3, 16, 16), "table": ones(3, 16)}
+    with pytest.raises(shardfn.ShardingError) as error:
+        sharded(LORA, X, frozen=stacks, y=ones(8))
+    assert f"{said}\n" in str(error.value)
+    rows = "the leaves of argument 'frozen' have 3 rows, those of others 8."
+    assert rows in str(error.value)
+    followed = asked(by_position, (0, 2), LORA, X, stacks, ones(8))
+    assert shown(followed) == "0<-0 reads 2"
+
+
 def test_the_step_is_traced_once() -> None:
     traces = []
 
