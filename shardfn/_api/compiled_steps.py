@@ -202,6 +202,7 @@ class Programs:
                 return planned.traced.returned(out)
 
             functools.update_wrapper(run, self.plain.step, updated=())
+            delattr(run, "__wrapped__")  # its arguments may be passed by name alone
 
             def jitted(options: dict[str, Any]) -> Any:
                 given = options or None

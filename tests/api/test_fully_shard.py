@@ -180,6 +180,22 @@ def test_arguments_by_name_run_the_same_program() -> None:
     assert len(traces) == 2, "by jax.jit, and once for all calls"
 
 
+def test_a_step_that_takes_all_arguments_by_name() -> None:
+    """`jax.jit` donates by position, of which the step has none."""
+
+    def named(*, state, x):
+        return step(state, x)
+
+    run = sharded(named)
+    plain, state = make_state(), run.shard(make_state())
+    for _ in range(2):
+        plain, expected = jax.jit(step)(plain, X)
+        before, (state, metrics) = state, run(x=X, state=state)
+        assert_same((run.unshard(state), metrics), (plain, expected))
+    assert all(x.is_deleted() for x in map(stored_array, jax.tree.leaves(before)))
+    run.lower(x=X, state=state).compile()
+
+
 def test_a_call_by_name_is_the_call_by_position(shared) -> None:
     state, _ = shared(make_state(), X)
     compiled = [jitted._cache_size() for jitted in shared.programs._jitted.values()]
