@@ -6,11 +6,12 @@ the same tree with names: those that the leaves have in plans and in options.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NoReturn, SupportsIndex
 
 import jax
 from jax.tree_util import DictKey, SequenceKey
 
+from shardfn._core.argument_values import count_of
 from shardfn._core.control import Control
 from shardfn._core.errors import ShardingError, called, step_name
 from shardfn._core.leaves import leaf_name, names_text
@@ -19,7 +20,7 @@ from shardfn._core.memories import HOST
 from shardfn._core.named_states import NamedStates, StateKey
 from shardfn._core.recent import Recent
 
-Argument = str | int | Sequence[str | int]
+Argument = str | SupportsIndex | Sequence[str | SupportsIndex]
 """The name or position of a state argument; of several, those of each."""
 
 Shapes = Sequence[tuple[int, ...]]
@@ -202,9 +203,9 @@ class StateNames:
             )
         names = []
         for each in asked:
-            is_position = isinstance(each, int) and not isinstance(each, bool)
-            name = self._name(each) if is_position and each >= 0 else each
-            if name not in self.known:
+            position = count_of(each)
+            name = each if position is None else self._name(position)
+            if not isinstance(name, str) or name not in self.known:
                 raise ShardingError(
                     f"argument={argument!r} is no state argument of {step_name()}: "
                     f"{each!r} is not one of {self._known_text()}.\n{called()}"

@@ -133,11 +133,18 @@ def paths(state) -> list[str]:
     return [jax.tree_util.keystr(p, simple=True, separator="/") for p, _ in flat]
 
 
-def test_positions_name_arguments_too() -> None:
+@pytest.mark.parametrize("number", [int, np.int64, np.uint8, np.array])
+def test_positions_name_arguments_too(number) -> None:
+    """Any integers, as NumPy's."""
+    one, two = number(1), number(2)
     asked = sharded(swapped, (1, 2), shard={"frozen": False})
-    assert all(whole_leaves(asked.shard(FROZEN, argument=1)))
-    assert not any(whole_leaves(asked.shard(TRAINED, argument=2)))
-    stored = asked.shard([FROZEN, TRAINED], argument=[1, 2])
+    assert all(whole_leaves(asked.shard(FROZEN, argument=one)))
+    assert all(whole_leaves(asked.init(lambda: FROZEN, argument=one)))
+    described = asked.abstract(lambda: FROZEN, argument=one)
+    assert all(whole_leaves(jax.tree.map(lambda x: x.sharding, described)))
+    assert all(whole_leaves(asked.shardings(FROZEN, argument=one)))
+    assert not any(whole_leaves(asked.shard(TRAINED, argument=two)))
+    stored = asked.shard([FROZEN, TRAINED], argument=[one, two])
     assert all(whole_leaves(stored[0])) and not any(whole_leaves(stored[1]))
     assert type(stored) is list
 
@@ -194,6 +201,9 @@ def test_it_is_asked_which_state_a_tree_is() -> None:
         (-1, "argument=-1 is no state argument of step: -1 is not one of"),
         (True, "argument=True is no state argument of step: True is not one of"),
         (1.0, "argument=1.0 is no state argument of step: 1.0 is not one of"),
+        (np.int64(2), "argument=np.int64(2) is no state argument of step: np.int64(2)"),
+        (np.True_, "argument=np.True_ is no state argument of step: np.True_ is not"),
+        (np.arange(2), "argument=array([0, 1]) is no state argument of step: array"),
         (("trained", "x"), "is no state argument of step: 'x' is not one of"),
         (("trained",), "names 1 states, and the state is no tuple of as many"),
         ((), "argument=() names 0 states, and the state is no tuple of as many"),
