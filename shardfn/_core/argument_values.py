@@ -77,8 +77,8 @@ def _is_tolerance(value: Any) -> bool:
 
 
 def _is_regex(value: Any) -> bool:
-    with contextlib.suppress(re.error):
-        return isinstance(value, str) and re.compile(value) is not None
+    with contextlib.suppress(re.error, TypeError):  # bytes, and no pattern at all
+        return isinstance(re.compile(value).pattern, str)
     return False
 
 
@@ -124,7 +124,8 @@ PATTERN = ArgumentKind(
     _is_text,
 )
 REGEXES = ArgumentKind(
-    "Pass a tuple of regular expressions, each a string, such as (r'/bias$',).",
+    "Pass a tuple of regular expressions, each a string, such as (r'/bias$',), or what "
+    "re.compile makes of one.",
     lambda value: _are(value, _is_regex),
 )
 TEXTS = ArgumentKind(

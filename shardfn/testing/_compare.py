@@ -65,7 +65,7 @@ def differences(
     plain: Snapshot,
     sharded: Snapshot,
     tol: float,
-    ignore: Sequence[str] = (),
+    ignore: Sequence[str | re.Pattern[str]] = (),
     weak_types: bool = True,
     allowed: Mapping[str, float] = NO_NOISE,
 ) -> Iterator[Difference]:

@@ -37,7 +37,7 @@ def assert_parity(
     *batch: Any,
     steps: int = 2,
     tol: float = 1e-5,
-    ignore: Sequence[str] = (),
+    ignore: Sequence[str | re.Pattern[str]] = (),
     **options: Unpack[Options],
 ) -> None:
     """Asserts that `fully_shard(step, mesh)` computes what `step` computes, leaf by
@@ -71,8 +71,8 @@ def assert_parity(
         leaf's norm, if rounding does not move it further. The default is for float32;
         sums in bfloat16 agree to about 6e-2, in float64 to 1e-14. Other leaves have to
         be equal to the bit.
-      ignore: regular expressions; leaves of the state whose path one is found in have
-        to agree in shape and dtype only.
+      ignore: regular expressions, compiled or not; leaves of the state whose path one
+        is found in have to agree in shape and dtype only.
       **options: arguments of `fully_shard`. `min_size` is 0 unless given, so that small
         models are sharded too.
 
@@ -141,7 +141,7 @@ def assert_same(
     where: str,
     *,
     tol: float = 1e-5,
-    ignore: Sequence[str] = (),
+    ignore: Sequence[str | re.Pattern[str]] = (),
     weak_types: bool = True,
     stored: dict[str, str] | None = None,
 ) -> None:
@@ -153,8 +153,8 @@ def assert_same(
       where: what is compared; the message begins with it.
       tol: largest norm of the difference of a floating-point leaf, relative to the
         leaf's norm; other leaves have to be equal to the bit.
-      ignore: regular expressions, searched in the paths of leaves whose values are not
-        compared.
+      ignore: regular expressions, compiled or not, searched in the paths of leaves
+        whose values are not compared.
       weak_types: whether weak types have to be the same too.
       stored: how a leaf is stored, by path, for the message.
 
@@ -185,7 +185,7 @@ def _assert_same(
     where: str,
     *,
     tol: float,
-    ignore: Sequence[str] = (),
+    ignore: Sequence[str | re.Pattern[str]] = (),
     weak_types: bool = True,
     stored: dict[str, str] | None = None,
     moved: Callable[[Snapshot], Noise] = lambda plain: {},

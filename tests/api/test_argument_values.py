@@ -185,6 +185,12 @@ def test_right_arguments_of_other_types_are_taken(tmp_path: Path) -> None:
         train, mesh(), W, X, steps=np.int64(1), tol=np.float32(1e-4), ignore=["^$"]
     )
     assert_same(W, W, "here", tol=jnp.float32(1e-4), ignore=("^b$",), stored={})
+    ignore = [re.compile("^W$", re.IGNORECASE), "^b$"]
+    assert_same({"w": W}, {"w": W + 1}, "here", ignore=ignore)
+    with pytest.raises(AssertionError, match="w"):
+        assert_same({"w": W}, {"w": W + 1}, "here", ignore=[re.compile("^W$")])
+    with pytest.raises(shardfn.ShardingError, match="^ignore cannot be"):
+        assert_same(W, W, "here", ignore=[re.compile(b"^w$")])
     shardfn.constrain(W, jax.P(None, ("data",)))
     shardfn.constrain(W, jax.P(jax.P.UNCONSTRAINED))
     quantized().dequantize(jnp.bfloat16)
