@@ -34,6 +34,7 @@ from shardfn._api.validate import (
     check_verify,
 )
 from shardfn._core.control import make_control
+from shardfn._core.errors import names_call
 from shardfn._core.leaf_options import LeafOptions
 from shardfn._lowering.xla_options import Asked, check_options
 from shardfn.storage._mesh_context import automatic
@@ -84,6 +85,7 @@ def fully_shard(
 
 
 @shows_options
+@names_call
 def fully_shard(
     train_step: Step | None = None,
     mesh: Mesh | None = None,

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from shardfn._core.errors import StaticArgumentWarning, call_site, step_name, warn
+from shardfn._core.errors import StaticArgumentWarning, called, step_name, warn
 from shardfn._core.limits import STATIC_KINDS
 from shardfn._core.static_leaves import statics_of
 
@@ -41,7 +41,6 @@ class StaticKinds:
             f"{step_name()} is compiled for each value of argument leaf '{name}', "
             f"which is no array, and this is value {len(self.seen)}: "
             f"{reprlib.repr(statics[path])}.\n"
-            f"  {step_name()} was called at {call_site()}\n"
-            "Leave it out of the batch, or pass an array.",
+            f"{called()}Leave it out of the batch, or pass an array.",
             StaticArgumentWarning,
         )

@@ -100,17 +100,28 @@ def where_in(eqns: Sequence[JaxprEqn]) -> str:
 
 _step: contextvars.ContextVar[str] = contextvars.ContextVar("step", default="the step")
 
+_asked: contextvars.ContextVar[str | None] = contextvars.ContextVar(
+    "asked", default=None
+)
+"""What the user called, such as `train_step.shard`."""
+
 
 @contextlib.contextmanager
-def calling(step: object) -> Iterator[None]:
-    """While it is entered, messages call the user's step by its name."""
+def calling(step: object, method: str | None = None) -> Iterator[None]:
+    """While it is entered, messages call the user's step by its name, and what was
+    called after this method of it, if it is not part of another call."""
     while isinstance(step, functools.partial):
         step = step.func
-    token = _step.set(getattr(step, "__name__", type(step).__name__))
+    name = getattr(step, "__name__", type(step).__name__)
+    asked = _asked.get()
+    if method is not None:
+        asked = name if method == "__call__" else f"{name}.{method}"
+    tokens = _step.set(name), _asked.set(asked)
     try:
         yield
     finally:
-        _step.reset(token)
+        _step.reset(tokens[0])
+        _asked.reset(tokens[1])
 
 
 _outside: contextvars.ContextVar[str] = contextvars.ContextVar("line", default=UNKNOWN)
@@ -128,15 +139,39 @@ def called_from(place: str) -> Iterator[None]:
 
 
 def names_step(method: Method) -> Method:
-    """Makes a method of a transformed step name the plain one in messages. What it runs
-    is compiled, under `jax.disable_jit` too: a plan needs the whole step."""
+    """Makes a method of a transformed step name the plain one in messages, and itself.
+    What it runs is compiled, under `jax.disable_jit` too: a plan needs the whole step.
+    """
 
     @functools.wraps(method)
     def named(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with calling(self.plain.step), compat.jit_enabled():
+        own = None if _is_inner(sys._getframe(1)) else method.__name__
+        with calling(self.plain.step, own), compat.jit_enabled():
             return method(self, *args, **kwargs)
 
     return named  # pyright: ignore[reportReturnType]
+
+
+def names_call(function: Method) -> Method:
+    """Makes messages say that a function was called, or what calls it here."""
+
+    @functools.wraps(function)
+    def named(*args: Any, **kwargs: Any) -> Any:
+        if _is_inner(sys._getframe(1)):
+            return function(*args, **kwargs)
+        token = _asked.set(function.__name__)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _asked.reset(token)
+
+    return named  # pyright: ignore[reportReturnType]
+
+
+def _is_inner(caller: types.FrameType) -> bool:
+    """Whether what is called is part of another call, which messages name."""
+    is_own = caller.f_code.co_filename.startswith(compat.PACKAGE)
+    return is_own and _asked.get() is not None
 
 
 def step_name() -> str:
@@ -145,8 +180,8 @@ def step_name() -> str:
 
 
 def called() -> str:
-    """The line of a message that says where the user called the step."""
-    return f"  {step_name()} was called at {call_site()}\n"
+    """The line of a message that says what the user called, and where."""
+    return f"  {_asked.get() or step_name()} was called at {call_site()}\n"
 
 
 def listed(names: Sequence[str], shown: int = SHOWN_LEAVES) -> str:

@@ -22,7 +22,7 @@ from shardfn._core.argument_values import (
     TEXTS,
     check_arguments,
 )
-from shardfn._core.errors import call_site
+from shardfn._core.errors import call_site, names_call
 from shardfn._core.leaves import Leaf, leaf_name
 from shardfn._core.limits import FILLED_SHARE, READ_BYTES
 from shardfn._core.memories import DEVICE, memory_of, on_device
@@ -47,6 +47,7 @@ from shardfn.storage._tensor_files import LoadError, boxes, read_box, tensors_in
 from shardfn.storage._tensor_names import Names, Source, Wiring, wiring
 
 
+@names_call
 def load_safetensors(
     path: str | os.PathLike[str],
     state: Any,

@@ -24,7 +24,7 @@ from shardfn._core.argument_values import (
     STEP,
     check_arguments,
 )
-from shardfn._core.errors import call_site, cannot_be
+from shardfn._core.errors import call_site, called, cannot_be, names_call
 from shardfn._core.leaves import Leaf
 from shardfn._core.limits import CHUNK_BYTES
 from shardfn._core.static_leaves import close_static, open_static
@@ -148,6 +148,7 @@ class Checkpoints:
         """The largest of `numbers`, or None."""
         return max(self.numbers, default=None)
 
+    @names_call
     def save(
         self, number: int, state: Any, extra: Mapping[str, Any] | None = None
     ) -> None:
@@ -193,6 +194,7 @@ class Checkpoints:
         )
         self._writing = number
 
+    @names_call
     def restore(
         self, like: Any, number: int | None = None, *, partial: bool = False
     ) -> Any:
@@ -244,6 +246,7 @@ class Checkpoints:
             arrays = self.step.storage.as_leaves(arrays, leaves)
         return open_static(jax.tree.unflatten(treedef, arrays)[0])
 
+    @names_call
     def extra(self, number: int | None = None) -> dict[str, Any]:
         """What was saved with the state.
 
@@ -292,8 +295,7 @@ class Checkpoints:
         if number in self.numbers:
             raise CheckpointError(
                 f"there is a checkpoint {number} in {self.directory} already.\n"
-                f"  save was called at {call_site()}\n"
-                "Give the new one another number, or delete the old one."
+                f"{called()}Give the new one another number, or delete the old one."
             )
 
     def _found(self, number: int | None) -> int:
@@ -303,8 +305,7 @@ class Checkpoints:
         if number is None or number not in numbers:
             raise FileNotFoundError(
                 f"there is no checkpoint {'' if number is None else f'{number} '}in "
-                f"{self.directory}; it has {numbers or 'none'}.\n"
-                f"  it was asked for at {call_site()}\n"
+                f"{self.directory}; it has {numbers or 'none'}.\n{called()}"
                 "Restore one that is there, or start anew if there is none."
             )
         return number

@@ -31,7 +31,7 @@ from shardfn._core.argument_values import (
     TEXT,
     check_arguments,
 )
-from shardfn._core.errors import call_site
+from shardfn._core.errors import call_site, names_call
 from shardfn._core.leaves import Leaf, leaf_name
 from shardfn._core.static_leaves import close_static
 from shardfn.storage._boxes import Index, pieces
@@ -81,6 +81,7 @@ def dotted(path: str) -> str:
     return path.replace("/", ".")
 
 
+@names_call
 def write_safetensors(
     path: str | os.PathLike[str],
     state: Any,

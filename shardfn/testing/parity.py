@@ -17,7 +17,7 @@ from shardfn._api.fully_shard import fully_shard
 from shardfn._api.options import Options
 from shardfn._api.sharded_step import ShardedStep
 from shardfn._core import processes
-from shardfn._core.errors import call_site, calling, warn
+from shardfn._core.errors import call_site, calling, names_call, warn
 from shardfn._core.limits import DECIDED_BY_ROUNDING, ROUNDING_FACTOR
 from shardfn._core.sharding import show
 from shardfn._core.shown_limits import SHOWN_LEAVES
@@ -29,6 +29,7 @@ from shardfn.testing._next_arguments import NextArguments
 from shardfn.testing._rounding_noise import Noise, noise
 
 
+@names_call
 def assert_parity(
     step: Callable[..., Any],
     /,

@@ -196,7 +196,7 @@ def test_several_mesh_axes_need_sizes() -> None:
     message = str(caught.value)
     assert message.startswith(
         "target 'h100:16' has 16 devices and the mesh ('replica', 'data') has shape "
-        "(2, 4).\n  train_step was called at test_report.py:"
+        "(2, 4).\n  train_step.on was called at test_report.py:"
     )
     assert message.endswith("Pass mesh_shape=, one size per mesh axis.")
     report = step.on("h100:16", STATE, BATCH, mesh_shape=(2, 8))

@@ -242,3 +242,36 @@ def test_leaves_that_are_no_arrays() -> None:
         shardfn.zero_residuals({"a": "x"}, mesh(), "data")
     with pytest.raises(shardfn.ShardingError, match="^train_step cannot be None."):
         shardfn.tune(None, "h100:8", W, X)
+
+
+def test_errors_name_what_was_called(tmp_path: Path) -> None:
+    """Also where it is what they find of a state or a batch; a step by its name."""
+    sharded, no_array, rows = step(), {"a": object()}, jnp.ones((9, 16))
+    of_a_step = {
+        "": lambda: sharded(W, rows),
+        ".init": lambda: sharded.init(lambda: no_array),
+        ".abstract": lambda: sharded.abstract(lambda: no_array),
+        ".shard": lambda: sharded.shard(no_array),
+        ".unshard": lambda: sharded.unshard(no_array),
+        ".shardings": lambda: sharded.shardings(no_array),
+        ".plan": lambda: sharded.plan(W, rows),
+        ".lower": lambda: sharded.lower(W, rows),
+        ".best_dimensions": lambda: sharded.best_dimensions(W, rows),
+        ".on": lambda: sharded.on("h100:8", W, rows),
+    }
+    functions = {
+        "fully_shard": lambda: shardfn.fully_shard(train, mesh(), shard_for=(W, rows)),
+        "tune": lambda: shardfn.tune(train, "h100:8", W, rows),
+        "assert_parity": lambda: assert_parity(train, mesh(), W, rows),
+        "restore": lambda: Checkpoints(tmp_path, sharded).restore(no_array),
+        "extra": lambda: Checkpoints(tmp_path, sharded).extra(),
+        "save": lambda: Checkpoints(tmp_path, sharded).save(0, no_array),
+        "write_safetensors": lambda: write_safetensors(tmp_path / "a", no_array),
+        "load_safetensors": lambda: load_safetensors(tmp_path / "a", no_array),
+    }
+    methods = {f"train{name}": call for name, call in of_a_step.items()}
+    for name, call in (methods | functions).items():
+        with pytest.raises((shardfn.ShardingError, OSError)) as error:
+            call()
+        place = f"  {name} was called at test_argument_values.py:"
+        assert place in str(error.value), name

@@ -245,6 +245,7 @@ def test_a_step_that_calls_a_sharded_one(good, mesh, state) -> None:
         f"at test_bad_input.py:{line} ",
         "call the plain step there",
         "(shardfn.register_rule)",
+        what="train_step.plan",
     )
 
 
@@ -264,8 +265,9 @@ def test_a_batch_that_the_devices_do_not_divide(good, state) -> None:
 
 
 def test_the_plan_refuses_that_batch_too(good, state) -> None:
-    refuse(lambda: good.plan(state, make_batch(30)), "batch leaf 'x' has 30 rows")
-    refuse(lambda: good.lower(state, make_batch(30)), "batch leaf 'x' has 30 rows")
+    uneven, batch = "batch leaf 'x' has 30 rows", make_batch(30)
+    refuse(lambda: good.plan(state, batch), uneven, what="train_step.plan")
+    refuse(lambda: good.lower(state, batch), uneven, what="train_step.lower")
 
 
 def test_a_nested_batch_leaf_is_named_by_its_path(good, state) -> None:
@@ -357,7 +359,8 @@ def test_a_batch_spec_of_another_mesh(mesh, state) -> None:
 def test_a_step_that_changes_its_state(mesh, state, changes, parts) -> None:
     step = shardfn.fully_shard(changed(**changes), mesh, **OPTIONS)
     refuse(lambda: step(state, make_batch()), "train_step changes", *parts)
-    refuse(lambda: step.plan(state, make_batch()), "train_step changes", *parts)
+    parts, what = ("train_step changes", *parts), "train_step.plan"
+    refuse(lambda: step.plan(state, make_batch()), *parts, what=what)
 
 
 @pytest.mark.parametrize("count", [0, jnp.asarray(0), jnp.int32(0)])
@@ -369,6 +372,7 @@ def test_a_weakly_typed_leaf_that_changes(mesh, state, count) -> None:
         lambda: step.plan(state | {"count": count}, make_batch()),
         "changes state leaf 'count' from int32[] to float32[]",
         "start with the type that the step returns.",
+        what="train_step.plan",
     )
     why = (
         "The leaf is weakly typed, as Python numbers are: jax.jit would compile again "
@@ -509,6 +513,7 @@ def test_a_state_where_the_function_that_makes_it_belongs(
         f"made: {what}.",
         f"step.{method}(create_state, key), not create_state(key)",
         "step.shard(state)",
+        what=f"train_step.{method}",
     )
 
 
@@ -529,6 +534,7 @@ def test_making_leaves_that_are_no_arrays(good, state, method) -> None:
         lambda: getattr(good, method)(make, jax.random.key(0)),
         "state leaf 'names' is a set, not an array.",
         "by value, such as functions, text or a frozen dataclass, which is then static",
+        what=f"train_step.{method}",
     )
 
 
@@ -608,6 +614,7 @@ def test_a_step_that_branches_on_an_argument(mesh, state, method, args, named) -
         "train_step asks for the value of an argument while it is traced",
         "  at test_bad_input.py:",
         "train=True), ...).",
+        what="train_step" + f".{method}" * (method != "__call__"),
     )
     assert "functools.partial(train_step, " in message
     bound = functools.partial(train_step, train=True)

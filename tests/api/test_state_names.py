@@ -178,7 +178,7 @@ def test_it_is_asked_which_state_a_tree_is() -> None:
         "options ask different things of them."
     )
     assert lines[1] == "  a leaf of it would be 'trained/w' or 'frozen/w'"
-    assert lines[2].startswith("  step was called at test_state_names.py:")
+    assert lines[2].startswith("  step.shard was called at test_state_names.py:")
     assert lines[3] == (
         "Say which it is: argument='trained' or argument='frozen'. Or pass all of them "
         "at once, in a dictionary by these names."

@@ -285,7 +285,7 @@ def test_numbers(steps, tmp_path) -> None:
             checkpoints.save(15, state)
         with pytest.raises(FileNotFoundError, match="no checkpoint 5 in ") as error:
             checkpoints.restore(state, 5)
-        assert "\n  it was asked for at test_checkpoint.py:" in str(error.value)
+        assert "\n  restore was called at test_checkpoint.py:" in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from shardfn._core.argument_values import (
     check_arguments,
     some_of,
 )
-from shardfn._core.errors import ShardingError
+from shardfn._core.errors import ShardingError, names_call
 from shardfn._core.option_values import size_in
 from shardfn._core.tuning_limits import TUNED_COMPILATIONS, TUNED_SHARE
 from shardfn.analysis import targets
@@ -42,6 +42,7 @@ ASKED = some_of(ALSO)
 """Which of the options that are tried only if asked for."""
 
 
+@names_call
 def tune(
     step: Callable[..., Any],
     target: str,
