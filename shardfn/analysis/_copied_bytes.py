@@ -4,7 +4,6 @@ In: the plan's copies, and the program. Out: bytes in each direction, and which 
 come to the device before the gradient that they are to wait for.
 """
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -128,9 +127,8 @@ def _first_copies(
 def _given(name: str, module: Module) -> Instruction:
     """The instruction whose value `name` holds, also through barriers."""
     instr = behind(module.entry, name)
-    if instr.opcode != "get-tuple-element":
+    if (at := instr.element) is None:
         return instr
-    (at,) = integers(re.findall(r"\bindex=(\d+)", instr.attributes)[0])
     group = behind(module.entry, instr.operands[0])
     if group.opcode in ("opt-barrier", "optimization-barrier"):
         group = behind(module.entry, group.operands[0])

@@ -3,6 +3,7 @@
 import pytest
 
 from shardfn.analysis._hlo import overlapped_bytes, read_collectives, wire_bytes
+from shardfn.analysis._hlo.parse import parse_module
 
 ALL = "replica_groups={{0,1,2,3,4,5,6,7}}"
 EIGHT = (tuple(range(8)),)
@@ -24,6 +25,26 @@ def module(entry: str, *others: str) -> str:
         + ["ENTRY %main (p: f32[8]) -> f32[] {", *lines]
         + ["  ROOT %z = f32[] constant(0)", "}", ""]
     )
+
+
+def test_what_constants_and_elements_are() -> None:
+    """Read in one way for trip counts, scalars, live values and copies."""
+    text = module(
+        """%n = s32[] constant(-3)
+        %t = pred[] constant(true)
+        %f = pred[] constant(false)
+        %x = f32[] constant(1.5)
+        %a = s32[2]{0} constant({1, 2})
+        %p = (f32[8]{0}, s32[]) parameter(0)
+        %e = s32[] get-tuple-element(%p), index=1, metadata={op_name="at[0]"}"""
+    )
+    read = parse_module(text).entry.instructions
+    constants = {name: instr.constant for name, instr in read.items()}
+    assert [constants[name] for name in "ntfxape"] == [-3, True, False, *[None] * 4]
+    assert {name: instr.element for name, instr in read.items() if name != "e"} == (
+        dict.fromkeys("ntfxapz")
+    )
+    assert read["e"].element == 1
 
 
 def summary(text: str) -> list[tuple[str, str, int, int]]:

@@ -8,8 +8,6 @@ they are made to their last use, views and loop carries take no memory of their 
 
 from __future__ import annotations
 
-import re
-
 from shardfn.analysis._hlo.cost import FUSIONS, arrays_of
 from shardfn.analysis._hlo.parse import Computation, Instruction, Module, integers
 
@@ -68,8 +66,7 @@ def _buffers(order: list[Instruction], module: Module) -> dict[str, set[str]]:
         if instr.opcode == "tuple":
             parts[instr.name] = of
             found[instr.name] = set().union(*of)
-        elif instr.opcode == "get-tuple-element":
-            at = integers(re.findall(r"\bindex=(\d+)", instr.attributes)[0])[0]
+        elif (at := instr.element) is not None:
             inside = parts.get(instr.operands[0])
             found[instr.name] = inside[at] if inside and at < len(inside) else of[0]
         elif instr.opcode == "while":

@@ -58,8 +58,8 @@ def _step(counter: int, body: Frame, module: Module) -> int | None:
 def _constant(name: str, frame: Frame, module: Module) -> int | None:
     """The integer `name` holds in every iteration, also through loops' carries."""
     instr = behind(frame.computation, name)
-    if instr.opcode == "constant" and re.fullmatch(r"-?\d+", instr.arguments):
-        return int(instr.arguments)
+    if instr.constant is not None:
+        return instr.constant
     index = _carry_index(frame.computation, name)
     if index is None or frame.loop is None or frame.outer is None:
         return None
@@ -84,8 +84,7 @@ def _constant_carry(
 def _carry_index(comp: Computation, name: str) -> int | None:
     """`i` where `name` is element `i` of the computation's parameter."""
     instr = behind(comp, name)
-    if instr.opcode != "get-tuple-element":
+    if instr.element is None:
         return None
-    if behind(comp, instr.operands[0]).opcode != "parameter":
-        return None
-    return int(re.findall(r"\bindex=(\d+)", instr.attributes)[0])
+    is_carry = behind(comp, instr.operands[0]).opcode == "parameter"
+    return instr.element if is_carry else None

@@ -24,6 +24,7 @@ _LEAF = re.compile(r"\b([a-z]\w*)\[([\d,<= ]*)\]")
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _LAYOUT = re.compile(r"\{[^{}]*\}")
 _COPIES = ("copy", "bitcast", "copy-start", "copy-done")
+_TRUTH = {"true": True, "false": False}
 _MATMUL_TARGET = re.compile(r"cublas|__triton|cudnn\$|onednn\$matmul|gemm", re.I)
 
 
@@ -44,6 +45,21 @@ class Instruction:
         """The JAX call that it came from, by its metadata."""
         named = re.search(r'op_name="([^"]*)"', self.attributes)
         return named[1] if named else ""
+
+    @property
+    def constant(self) -> int | None:
+        """The integer or truth value that it is; None for other operations."""
+        if self.opcode != "constant":
+            return None
+        is_number = re.fullmatch(r"-?\d+", self.arguments)
+        return int(self.arguments) if is_number else _TRUTH.get(self.arguments)
+
+    @property
+    def element(self) -> int | None:
+        """Which element of a tuple it takes; None for other operations."""
+        if self.opcode != "get-tuple-element":
+            return None
+        return int(re.findall(r"\bindex=(\d+)", self.attributes)[0])
 
 
 @dataclass(frozen=True, slots=True)

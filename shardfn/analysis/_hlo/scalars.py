@@ -121,9 +121,8 @@ class Running:
             return self.arguments.get(*integers(instr.arguments))
         if opcode == "tuple":
             return tuple(map(self.value, instr.operands))
-        if opcode == "get-tuple-element":
+        if (at := instr.element) is not None:
             whole = self.value(instr.operands[0])
-            at = integers(re.findall(r"\bindex=(\d+)", instr.attributes)[0])[0]
             return whole[at] if isinstance(whole, tuple) else None
         if opcode == "while":
             *_, (after, runs) = self.iterations(instr)
@@ -135,9 +134,7 @@ class Running:
 
     def _scalar(self, instr: Instruction) -> Any:
         if instr.opcode == "constant":
-            words = {"true": True, "false": False}
-            is_number = re.fullmatch(r"-?\d+", instr.arguments)
-            return int(instr.arguments) if is_number else words.get(instr.arguments)
+            return instr.constant
         if instr.opcode in _CALLS:
             return self.inside(instr)[0].result
         if instr.opcode in _SAME:
