@@ -171,10 +171,20 @@ def _known(device: Any, options: Iterable[CompilerOption]) -> dict[str, Any]:
         if not refused:
             return now
         left = [s[1:] if re.search(rf"\b{s[0][0]}\b", refused) else s for s in each]
-        if left == each:  # the compiler has another trouble: not here
-            return {}
+        if left == each:  # it names none of them
+            return _one_by_one(device, each)
         each = [spellings for spellings in left if spellings]
     return {}
+
+
+def _one_by_one(device: Any, each: Iterable[Iterable[Any]]) -> dict[str, Any]:
+    """The options, of which each has these spellings, that the compiler takes with
+    those before; none in a trouble that is not of any, which the step meets, too."""
+    found: dict[str, Any] = {}
+    for spellings in each:
+        more = (found | {name: value} for name, value in spellings)
+        found = next((x for x in more if not refusal(device, _frozen(x))), found)
+    return found
 
 
 def refusal(device: Any, options: Flags) -> str:

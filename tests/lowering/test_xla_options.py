@@ -98,6 +98,22 @@ def test_the_first_spelling_that_the_compiler_knows(compiler, known, hosts, expe
     assert compiler_options(machines(hosts), None) == expected
 
 
+def test_a_refusal_that_names_no_option(monkeypatch) -> None:
+    """Those that the compiler takes are set, as results may depend on them. Where it
+    takes none, the step's compilation says why."""
+    refused = {"xla_new"}
+
+    def refusal(device, options) -> str:
+        return "Bad value." * (not refused.isdisjoint(dict(options)))
+
+    monkeypatch.setattr(xla_options, "refusal", refusal)
+    monkeypatch.setattr(xla_options, "OPTIONS", TABLE)
+    found = compiler_options(machines(2), None)
+    assert found == {"xla_old": True, "xla_far": 2}
+    refused |= {"xla_old", "xla_far"}
+    assert compiler_options(machines(2), None) == {}
+
+
 def test_processes_of_one_host_are_no_hosts(compiler):
     """NVLink connects what one process each runs, as slurm starts them."""
     compiler({"xla_new": "ON", "xla_far": 2}, TABLE)
