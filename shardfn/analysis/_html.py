@@ -152,7 +152,8 @@ def _lines_by_name(report: Figures) -> dict[str, Collective]:
 def _link_span(span: Span, lines: dict[str, Collective]) -> list[Any]:
     found = [lines[n] for n in sorted(line_names(span.op_name)) if n in lines]
     label = " + ".join(dict.fromkeys(_subject(line) for line in found))
-    return [span.start, span.end, _move(span.kind), label or "combined", span.bytes]
+    kind, over = _move(span.kind), list(span.over)
+    return [span.start, span.end, kind, label or "combined", span.bytes, over]
 
 
 def _subject(line: Collective) -> str:

@@ -86,12 +86,12 @@ def verify(
     ]
     _match(needs, supplies, _is_same, named=True)
     _match(needs, supplies, _is_like, named=True)
-    _match(needs, supplies, _is_same, named=False)
     folds = folds_of(needs)
     for fold in folds:
         fold.count()
         _match([fold.need], supplies, _is_same, named=False)
         fold.credit()
+    _match(needs, supplies, _is_same, named=False)
     match_concatenated(needs, folds, supplies)
     _match(needs, supplies, _is_like, named=False)
     _match(needs, supplies, _is_any, named=True)

@@ -171,6 +171,11 @@ THREE = (("dcn", 2), ("replica", 2), ("data", 2))
         ([*LOSS, *GRADIENTS], [(1, ALL), (50, REPLICA), (58, REPLICA)]),
         ([*LOSS, *GRADIENTS], [(109, REPLICA), (1, DATA)]),
         ([(7, "replica", 5), (7, "data", 5), *LOSS], [(8, ALL)]),
+        # What is joined is as large as what is folded.
+        (
+            [(108, "replica", 5), (108, "data", 5), *GRADIENTS],
+            [(108, REPLICA), (108, ALL)],
+        ),
     ],
 )
 def test_all_reduces_over_two_axes_may_be_one_over_both(lines, found) -> None:
