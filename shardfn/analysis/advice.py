@@ -20,6 +20,7 @@ class Advice:
       takes: bytes of memory on each device that it takes at most; fewer than zero if it
         frees them.
       why: what the figures of the step say for it.
+      mesh: sizes of the mesh that it needs, of the axes in `options`; empty for any.
     """
 
     title: str
@@ -27,11 +28,16 @@ class Advice:
     saves: float
     takes: int
     why: str
+    mesh: tuple[int, ...] = ()
 
     @property
     def asked(self) -> str:
         """The options as users write them."""
-        return ", ".join(f"{name}={value!r}" for name, value in self.options)
+        texts = ", ".join(f"{name}={value!r}" for name, value in self.options)
+        if not self.mesh:
+            return texts
+        names = dict(self.options)["axis"]
+        return f"{texts} and jax.make_mesh({self.mesh}, {names!r})"
 
     def text(self, step_seconds: float) -> str:
         """One line for a report on a step that takes so long."""

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from shardfn._api.planner import stored_by_use
+from shardfn._api.tuning.replica_rows import replica_rows
 from shardfn._core.device_coords import slices_of
 from shardfn._core.limits import JOINED_BYTES
 from shardfn._core.moves import AllGather, ReduceScatter
@@ -215,6 +216,7 @@ def _of_network(figures: Figures, devices: Devices) -> str:
 
 
 RULES: tuple[Callable[[Figures, Devices, int], Iterator[Advice]], ...] = (
+    replica_rows,
     _prefetch,
     _keep_gathered,
     _defer,

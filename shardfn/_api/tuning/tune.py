@@ -120,7 +120,7 @@ def tune(
     rows = (*asked_rows(report, bound, also), *others)
     least = TUNED_SHARE * report.step_seconds
     lacks = report.memory.peak > bound
-    worth = [row for row in rows if row.saves >= least or lacks]
+    worth = [r for r in rows if (r.saves >= least or lacks) and not r.mesh]
     for row in worth:
         if search.left > 1:  # one is for the best of them together
             search.tries(row.title, row.options)

@@ -109,7 +109,8 @@ class Timeline:
             sent = _within([s for s in self.links if kind in s.over], self.rounds)
             most = [max(pair) for pair in zip(most, sent, strict=True)]
         pairs = zip(most, computed, strict=True)
-        return sum(max(0.0, links - device) for links, device in pairs)
+        more = sum(max(0.0, links - device) for links, device in pairs)
+        return min(more, self.exposed)
 
     @property
     def exposed_by_op(self) -> dict[str, float]:
