@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
+from shardfn._core.barrier import barrier
 from shardfn._core.clamped_index import clamped
-from shardfn._core.compat import primitives
+from shardfn._core.compat import loses_clamps, primitives
 from shardfn._core.make_rule import make_rule
 from shardfn._core.op_sharding_rule import OpShardingRule
 from shardfn._core.rule_registry import LocalOp, register_rule
@@ -185,6 +186,10 @@ def _scatter_local(op: LocalOp, *operands: jax.Array) -> Sequence[jax.Array]:
         else:
             column = _in_bounds(column, shape[d] - windows[d] + 1)
         columns.append(column - start)
+    if loses_clamps() and indices.size == indices.shape[-1]:
+        # What XLA makes of one index reads the row that it names, of all devices' rows
+        # where the block was cut out of these, and writes it if it is another device's.
+        (x,) = barrier(x)
     mode = jax.lax.GatherScatterMode.FILL_OR_DROP
     return op.bind(x, jnp.stack(columns, axis=-1), updates, mode=mode)
 

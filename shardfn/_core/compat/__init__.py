@@ -182,6 +182,9 @@ from shardfn._core.compat.platforms import (
     hoists_gathers as hoists_gathers,
 )
 from shardfn._core.compat.platforms import (
+    loses_clamps as loses_clamps,
+)
+from shardfn._core.compat.platforms import (
     merges_gathers as merges_gathers,
 )
 from shardfn._core.compat.platforms import (

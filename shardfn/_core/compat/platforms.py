@@ -29,6 +29,14 @@ def hoists_gathers(platform: str) -> bool:
     return platform == "cpu"
 
 
+def loses_clamps() -> bool:
+    """Whether XLA, where it makes one dynamic slice of a slice of a slice, loses where
+    the last one is moved to if it would begin outside
+    (https://github.com/openxla/xla/issues/49121). It also makes such slices itself, of
+    a scatter that has one index."""
+    return jax.__version_info__ < (0, 12)
+
+
 def promoted_dtype(platform: str, dtype: str) -> str:
     """The dtype in which the compiler for a platform moves this one: XLA for CPUs has
     no collectives of floats that CPUs do not compute with."""
