@@ -17,6 +17,7 @@ from shardfn._core import compat
 from shardfn._core.call_arguments import Path, Position, numbered, numbers_in, part
 from shardfn._core.program import Program
 from shardfn._trace.dataflow import Dimension, Dimensions, Update, dependences, updates
+from shardfn._trace.matching import matched
 from shardfn._trace.raw_keys import raw_keys
 
 
@@ -88,14 +89,17 @@ class ArgumentFlow:
             start += len(jax.tree.leaves(argument))
         return cls(arguments, out, program, starts, updates(program), classes)
 
+    def _at(self, path: Path) -> Sequence[int]:
+        """Which leaves of what the step returns are those at `path`."""
+        tree = jax.tree.structure(self.out)
+        return numbers_in(part(numbered(tree, range(tree.num_leaves)), path))
+
     def _updated(
         self, position: Position, path: Path, leaves: Sequence[int]
     ) -> list[Update]:
         """Of some leaves, what has become of each at `path`; all sets are of itself
         alone."""
-        tree = jax.tree.structure(self.out)
-        numbers = numbered(tree, range(tree.num_leaves))
-        at, start = numbers_in(part(numbers, path)), self.starts[position]
+        at, start = self._at(path), self.starts[position]
         found = []
         for i in leaves:
             bit, new = 1 << (start + i), self.updates[at[i]]
@@ -129,14 +133,28 @@ class ArgumentFlow:
 
     def is_gradient(self, position: Position, path: Path) -> bool:
         """Whether what comes back at `path` is the gradient of something that is like
-        the argument, and no new value of it."""
+        the argument, and no new value of it, nor of its leaves in another order."""
         count = len(jax.tree.leaves(self.arguments[position]))
         updated = self._updated(position, path, range(count))
-        return any(u.gradient for u in updated) and not any(u.of for u in updated)
+        if not any(u.gradient for u in updated) or any(u.of for u in updated):
+            return False
+        return not self._is_permuted(position, path)
+
+    def _is_permuted(self, position: Position, path: Path) -> bool:
+        """Whether what comes back at `path` are the leaves of an argument that have
+        dimensions, updated or not, each of them in another one's place."""
+        leaves, start = dimmed(self.arguments[position]), self.starts[position]
+        new = self._at(path)
+        come_from = {
+            i: [j for j in leaves if self.updates[new[i]].of >> (start + j) & 1]
+            for i in leaves
+        }
+        return len(matched(come_from)) == len(leaves) > 1
 
     def is_new(self, position: Position, path: Path) -> bool:
-        """Whether no leaf is updated at `path`."""
-        return not any(update.of for update in self._with_dims(position, path))
+        """Whether no leaf is updated at `path`, there or in another one's place."""
+        updated = any(update.of for update in self._with_dims(position, path))
+        return not (updated or self._is_permuted(position, path))
 
     def is_cache(self, position: Position, path: Path) -> bool:
         """Whether something is written into each leaf that changes, and the others

@@ -21,6 +21,7 @@ from shardfn._trace.argument_flow import (
     is_like_rows,
     same,
 )
+from shardfn._trace.matching import matched
 
 
 def is_first(arguments: Mapping[Position, Any], out: Any) -> bool:
@@ -48,7 +49,7 @@ def returned_pairs(
         p: [path for path in paths if not _lies_in(path, outermost)]
         for p, paths in kept.items()
     }
-    chosen = _matched(options)
+    chosen = matched(options)
     may_be_first = is_first(flow.arguments, flow.out)
     is_free = 0 not in chosen and FIRST not in chosen.values()
     if may_be_first and is_free and not flow.is_gradient(0, FIRST):
@@ -72,23 +73,3 @@ def _is_anew(
 def _lies_in(path: Path, others: Sequence[Path]) -> bool:
     """Whether a path leads to something inside what another leads to."""
     return any(len(o) < len(path) and path[: len(o)] == o for o in others)
-
-
-def _matched(options: Mapping[Position, Sequence[Path]]) -> dict[Position, Path]:
-    """One path for as many arguments as can have one of their own, each the first of
-    its options where it may be."""
-    holder: dict[Path, Position] = {}
-
-    def place(position: Position, tried: set[Path]) -> bool:
-        for path in options[position]:
-            if path in tried:
-                continue
-            tried.add(path)
-            if path not in holder or place(holder[path], tried):
-                holder[path] = position
-                return True
-        return False
-
-    for position in options:
-        place(position, set())
-    return {position: path for path, position in holder.items()}

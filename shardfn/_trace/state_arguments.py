@@ -184,7 +184,7 @@ class _Search:
         for position, paths in self.alike.items():
             for path in paths:
                 if self.flow.is_gradient(position, path):
-                    refuse_gradients(self.names[position], path)
+                    refuse_gradients(self.names[position], position, path)
 
     def _known_rows(self) -> set[Dimension]:
         """The rows of arguments that do not come back, and may be a batch."""

@@ -15,7 +15,7 @@ from shardfn._core.argnums_text import (
     positions_advice,
     read_only_advice,
 )
-from shardfn._core.call_arguments import Path, Position, parts
+from shardfn._core.call_arguments import FIRST, Path, Position, parts
 from shardfn._core.errors import ShardingError, called, step_name
 from shardfn._trace.argument_flow import is_like_rows
 
@@ -112,15 +112,17 @@ def refuse_readings(
 _MAY_BE = "may be the state, or a batch that the step changes\n"
 
 
-def refuse_gradients(name: str, path: Path) -> NoReturn:
+def refuse_gradients(name: str, position: Position, path: Path) -> NoReturn:
     """Raises for a step that returns gradients and no new state."""
+    first = "" if path in ((), FIRST) else "return it first, and "
     raise ShardingError(
         f"{step_name()} returns no state: {where(path)}, which has the form of "
         f"argument {name}, is a gradient, and no argument comes back updated.\n"
         f"{called()}"
         "Update the parameters in the step, and return them: "
         "optax.apply_updates(params, updates). A step that only takes gradients "
-        "returns the parameters, too, unchanged: (params, grads)."
+        "returns the parameters, too, unchanged: (params, grads). If it is the new "
+        f"state all the same, {first}pass {_argnums([position])} to fully_shard."
     )
 
 

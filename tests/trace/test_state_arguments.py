@@ -160,6 +160,20 @@ def shown(found: StateArguments) -> str:
     return " ".join([*each, *(f"cache {p}" for p, _ in found.caches)])
 
 
+def between(pair, x):
+    return jnp.mean((x @ pair[0]) ** 2) + jnp.sum(pair[0] * pair[1])
+
+
+def swapped(s, x):
+    value, g = jax.value_and_grad(between)(s, x)
+    return (s[1], s[0] - 0.1 * g[0]), value
+
+
+def rotated(s, x):
+    g = jax.grad(lambda a: between((a, s["b"]), x))(s["a"])
+    return {"a": s["b"], "b": s["c"], "c": s["a"] - g, "n": s["n"]}, 0.0
+
+
 def pick(fn, *order):
     return lambda *args: tuple(fn(*args)[i] for i in order)
 
@@ -213,6 +227,12 @@ def pick(fn, *order):
         (lambda p, q, d: (update(p, MU, q @ jnp.concatenate([d["pos"], d["neg"]]).T
                                  @ jnp.ones((72, 16)))[0], 0.0),
          (P, X, {"pos": ones(8, 16), "neg": ones(64, 16)}), "0<-0"),
+        # Its leaves change places, and one of them or all are updated.
+        (swapped, ((ones(16, 8), ones(16, 8)), X), "0<-0"),
+        (rotated, ({"a": ones(16, 8), "b": ones(16, 8), "c": ones(16, 8), "n": 0}, X),
+         "0<-0"),
+        (lambda s, o, x: (swapped(s, x)[0], jax.tree.map(jnp.negative, o), 0.0),
+         ((ones(16, 8), ones(16, 8)), MU, X), "0<-0 1<-1"),
         # Nothing to store: no optimizer state, a count.
         (lambda p, o, x: (update(p, MU, x)[0], o, 0.0), (P, (), X), "0<-0"),
         (lambda p, n, x: (update(p, MU, x)[0], n + 1), (P, 0, X), "0<-0"),
@@ -608,6 +628,38 @@ def test_frozen_parameters_with_a_cache() -> None:
     assert not any(x.is_deleted() for x in jax.tree.leaves(params))
 
 
+MASKS = [
+    lambda s, g: (g[0] * s[1], g[1]),
+    lambda s, g: (s[1], g[0]),
+]
+
+
+@pytest.mark.parametrize("returned", range(len(MASKS)))
+def test_a_gradient_that_meets_another_leaf_is_no_new_state(returned: int) -> None:
+    """Such as one that is masked: the leaves have not just changed places."""
+
+    def gradient(s, x):
+        return MASKS[returned](s, jax.grad(between)(s, x)), 0.0
+
+    with pytest.raises(shardfn.ShardingError) as caught:
+        meaning(gradient, (ones(16, 8), ones(16, 8)), X)
+    for part in (
+        "result 0, which has the form of argument 0 ('s'), is a gradient",
+        "If it is the new state all the same, pass state_argnums=0 to fully_shard.",
+    ):
+        assert part in str(caught.value)
+
+
+def test_leaves_that_change_places_are_the_plain_ones() -> None:
+    state = jnp.ones((16, 8)), jnp.full((16, 8), 2.0)
+    step = shardfn.fully_shard(swapped, jax.make_mesh((8,), ("data",)), min_size=0)
+    mine, plain = step.shard(state), state
+    for _ in range(3):
+        (mine, loss), (plain, expected) = step(mine, X), swapped(plain, X)
+        np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), mine, plain)
+
+
 GRADIENTS = [
     (lambda value, g: (g, value), "result 0"),
     (lambda value, g: (value, g), "result 1"),
@@ -638,6 +690,9 @@ def test_a_gradient_is_no_new_state(penalty: float, returned, where: str) -> Non
         "gradient, and no argument comes back updated",
         "Update the parameters in the step, and return them",
         "the parameters, too, unchanged: (params, grads)",
+        "new state all the same, "
+        + "return it first, and " * (where not in ("result 0", "the result"))
+        + "pass state_argnums=0 to fully_shard.",
     ):
         assert part in str(caught.value)
     assert not any(x.is_deleted() for x in jax.tree.leaves(params))
