@@ -14,7 +14,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from shardfn._core.clamped_index import clamped
-from shardfn._core.compat import primitives
+from shardfn._core.compat import is_key, primitives
 from shardfn._core.make_rule import make_rule
 from shardfn._core.op_sharding_rule import OpShardingRule
 from shardfn._core.rule_registry import LocalOp, register_rule
@@ -71,8 +71,12 @@ def window(
 ) -> jax.Array:
     """Elements `start` to `start + size` of dimension `dim`, `fill` where it has none.
 
-    Costs memory for `x` and two more such windows.
+    Costs memory for `x` and two more such windows. Keys are cut as their words: JAX
+    pads none.
     """
+    if is_key(x.dtype):
+        words = window(jax.random.key_data(x), dim, start, size, fill)
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
     length = x.shape[dim]
     config = [(size, size, 0) if d == dim else (0, 0, 0) for d in range(x.ndim)]
     wide = lax.pad(x, jnp.asarray(fill, x.dtype), config)
