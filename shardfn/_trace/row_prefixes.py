@@ -53,7 +53,8 @@ def by_blocks(
 
     Returns:
       None if it makes no prefixes over rows, if devices do not divide these or have
-      one each, or if they divide rows along another dimension already.
+      one each, or if they divide rows along another dimension already; and of complex
+      numbers for all but sums and products.
     """
     if not runs_over(eqn) or devices < 2 or not isinstance(operands[0], int):
         return None
@@ -68,6 +69,9 @@ def by_blocks(
     if not isinstance(given.dtype, np.dtype):
         return None
     combine, reducer = PREFIXES[eqn.primitive.name]
+    is_complex = jnp.issubdtype(given.dtype, jnp.complexfloating)
+    if is_complex and reducer in ("max", "min"):
+        return None
 
     def prefixes(x: jax.Array, axis: int) -> jax.Array:
         return eqn.primitive.bind(x, **{**eqn.params, "axis": axis})

@@ -68,6 +68,45 @@ def test_logarithms_of_sums_are_near(integers) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-6), expected, got)
 
 
+def turned(x: jax.Array) -> jax.Array:
+    """Complex numbers in different directions."""
+    return lax.complex(x, jnp.roll(x, 1)) / 4
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_prefixes_of_complex_numbers(reverse: bool, integers) -> None:
+    """Their extrema are those of real parts, then of imaginary ones: devices combine
+    none."""
+
+    def step(state: Any, x: jax.Array) -> Any:
+        z = turned(x)
+        each = lax.cummax, lax.cummin, lax.cumlogsumexp, lax.cumsum, lax.cumprod
+        return state, [make(z, 0, reverse) for make in each]
+
+    args = jnp.float32(0), integers((ROWS, COLUMNS)) / 8
+    expected = jax.jit(step)(*args)
+    got = shardfn.fully_shard(step, cpu_mesh(8), donate=False)(*args)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), expected, got
+    )
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float16])
+def test_extrema_of_floats_without_an_infinity(dtype: Any, integers) -> None:
+    """Over some rows, and over rows that devices do not divide."""
+
+    def step(state: Any, x: jax.Array) -> Any:
+        y = x.astype(dtype)
+        cut = y[: ROWS - 5]
+        found = lax.cummax(y, 0), lax.cummin(y, 0), y.max(0), cut.max(0), cut.min(0)
+        return state, [z.astype(jnp.float32) for z in found]
+
+    args = jnp.float32(0), integers((ROWS, COLUMNS))
+    expected = jax.jit(step)(*args)
+    got = shardfn.fully_shard(step, cpu_mesh(8), donate=False)(*args)
+    jax.tree.map(np.testing.assert_array_equal, expected, got)
+
+
 @pytest.mark.parametrize(
     "fn, times",
     [
