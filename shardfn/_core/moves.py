@@ -202,8 +202,10 @@ class Permute(Move):
 
     @classmethod
     def arrivals(cls, goal: Split, size: int) -> tuple[Split, ...]:
-        """First by whole blocks, then by the rows that are left."""
-        blocks = replace(goal, shift=round(goal.shift / size) * size)
+        """First by whole blocks, then by the rows that are left, forward or back; by
+        less than a block at once."""
+        count = round(goal.shift / size) if abs(goal.shift) > size else 0
+        blocks = replace(goal, shift=count * size)
         return (blocks, goal) if goal.shift else ()
 
     def shift(self, shape: Sequence[int], axes: Axes) -> tuple[int, int, int]:

@@ -54,7 +54,7 @@ def reshard_path(
     Moves that shrink the value come first and gathers last, so that a gradient over two
     axes is reduce-scattered over one and then all-reduced over the other as a shard.
     Minor axes, which are the fast ones, shrink first and gather last. Blocks are
-    shifted at the very end: first by whole blocks, then by the rows that are left.
+    shifted at the very end, by whole blocks and by rows: `Permute.arrivals`.
     Blocks of runs become blocks of all at the very beginning, as no other axis may
     split a block of runs.
     """
