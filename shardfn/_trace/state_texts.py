@@ -122,7 +122,7 @@ def refuse_gradients(name: str, position: Position, path: Path) -> NoReturn:
         "Update the parameters in the step, and return them: "
         "optax.apply_updates(params, updates). A step that only takes gradients "
         "returns the parameters, too, unchanged: (params, grads). If it is the new "
-        f"state all the same, {first}pass {_argnums([position])} to fully_shard."
+        f"state all the same, {first}pass {argnums_text([position])} to fully_shard."
     )
 
 
