@@ -3,9 +3,9 @@ step without options and the fastest that was tried, beside the best baseline's;
 the device waits for, and how much of that no order of transfers saves; the memory, and
 what activations and two layers alone would take; and the memory's traffic.
 
-Reads the kept rows of `criteria.py`. What is its own is kept in `results/floors.json`,
-and measured where it is missing: 10 s a case for H100s, minutes for v5ps. Needs the
-extra `aot`.
+Reads the kept rows of `criteria.py` and `replicas.py`. What is its own is kept in
+`results/floors.json`, and measured where it is missing: a minute a case for H100s, some
+minutes for v5ps. Needs the extra `aot`.
 
     python benchmarks/goals.py
     python benchmarks/goals.py --jax 0.12 --kept
@@ -30,7 +30,9 @@ from criteria_cases import CASES, CHIPS, Case
 from criteria_measure import ASKED, BASELINES, PLATFORMS
 from criteria_models import STACKS, init
 from criteria_table import SHARDED, best, markdown
+from replicas import CHIP, with_replicas
 
+from shardfn._core.tuning_limits import TUNED_SHARE
 from shardfn.analysis import targets
 from shardfn.analysis._hlo.play import play
 from shardfn.analysis._rates import rates_of
@@ -40,7 +42,8 @@ JUDGED = [case for case in CASES.values() if 2 in case.criteria]
 HEAD = (
     *("case", "chip", "step", "of the best baseline", "exposed"),
     *("tuned", "of it", "exposed", "in any order", "with none"),
-    *("peak temporary", "of the best baseline", "least", "memory traffic"),
+    *("peak temporary", "of the best baseline", "activations and two layers"),
+    "memory traffic",
 )
 GOALS = (
     *("goal", "", "", "0.88", "", "", "0.80", "2%", "", ""),
@@ -89,26 +92,38 @@ def line(case: Case, chip: str, rows: dict[str, Any], floor: Any) -> tuple[str, 
     ours = rows["shardfn"]
     if "step_s" not in ours:
         return case.name, chip, *[""] * (len(HEAD) - 2)
-    fastest = min(
-        (name for name in ("shardfn", *ASKED) if "step_s" in rows.get(name, {})),
-        key=lambda name: rows[name]["step_s"],
-    )
-    tuned, (_, least) = rows[fastest], best(rows, SHARDED, "step_s")
+    name, tuned = fastest(case, chip, rows)
+    _, least = best(rows, SHARDED, "step_s")
     _, memory = best(rows, list(BASELINES), "temp")
     in_any_order = floor["in_any_order"] if floor else None
-    none = (tuned["step_s"] - tuned["exposed_s"]) / least
+    none = _share(tuned["step_s"] - tuned["exposed_s"], least)
     within = floor["activations"] + two_layers(case) if floor else None
     traffic = rows.get("constrained", {}).get("memory_s")
     return (
         *(case.name, chip, _step(ours), _share(ours["step_s"], least), _waits(ours)),
-        fastest.removeprefix("shardfn ") if tuned is not ours else "as it is",
+        name,
         *(_share(tuned["step_s"], least), _waits(tuned)),
         f"{in_any_order:.1%}" if in_any_order is not None else "",
-        f"{none:.2f}",
+        none,
         *(f"{ours['temp'] / 2**30:.2f} GiB", _share(ours["temp"], memory)),
         _share(within, memory),
         _share(ours["memory_s"], traffic),
     )
+
+
+def fastest(case: Case, chip: str, rows: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """What takes the least time, of all that was tried; of those that a prediction does
+    not tell apart, what waits least."""
+    tried = {"as it is": rows["shardfn"]} | {
+        name.removeprefix("shardfn "): rows[name] for name in ASKED if name in rows
+    }
+    if chip == CHIP:
+        tried |= with_replicas(case, rows["shardfn"]["jax"])
+    tried = {name: row for name, row in tried.items() if "step_s" in row}
+    enough = min(row["step_s"] for row in tried.values()) * (1 + TUNED_SHARE)
+    alike = {name: row for name, row in tried.items() if row["step_s"] <= enough}
+    name = min(alike, key=lambda name: alike[name]["exposed_s"])
+    return name, tried[name]
 
 
 def _step(row: dict[str, Any]) -> str:

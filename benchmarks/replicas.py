@@ -69,6 +69,25 @@ def measure(case: Case, group: int, program: str) -> dict[str, Any]:
     return played(compiled.as_text() or "", target, mesh) | {"temp": heap}
 
 
+def kept() -> dict[str, dict[str, Any]]:
+    return json.loads(KEPT.read_text()) if KEPT.exists() else {}
+
+
+def minor_of(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def with_replicas(case: Case, version: str) -> dict[str, dict[str, Any]]:
+    """The rows of a case's steps with replicas, by the sizes of their meshes."""
+    rows = {
+        group: kept().get(f"{case.name} {group} shardfn {minor_of(version)}")
+        for group in GROUPS.get(case.name, ())
+    }
+    return {
+        f"{case.devices // group} replicas": row for group, row in rows.items() if row
+    }
+
+
 def parameters(case: Case) -> int:
     state, _ = programs.arguments(case.model, case.devices)
     return sum(math.prod(x.shape) for x in jax.tree.leaves(state["params"]))
@@ -92,9 +111,7 @@ def main() -> None:
     parser.add_argument("--jax", help="the version whose kept rows to print")
     arguments = parser.parse_args()
     version = arguments.jax or jax.__version__
-    minor = ".".join(version.split(".")[:2])
-    rows = json.loads(KEPT.read_text()) if KEPT.exists() else {}
-    lines = []
+    minor, rows, lines = minor_of(version), kept(), []
     for name in arguments.case or GROUPS:
         case = CASES[name]
         for group in GROUPS[name]:
