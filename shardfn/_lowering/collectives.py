@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from shardfn._core import compat
 from shardfn._core.errors import ShardingError, called, step_name
 from shardfn._core.moves import (
     AllGather,
@@ -46,7 +47,10 @@ from shardfn._lowering.move_lowerings import (
 
 def run_move(x: jax.Array, shape: Sequence[int], move: Move, axes: Axes) -> jax.Array:
     """Makes a move of `x`, a local block of a value of global `shape`."""
-    return LOWERINGS[type(move)](x, shape, move, axes)
+    run, sent = LOWERINGS[type(move)], compat.sent_as(x.dtype)
+    if sent == x.dtype:
+        return run(x, shape, move, axes)
+    return run(x.astype(sent), shape, move, axes).astype(x.dtype)
 
 
 # One move each

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from shardfn._core import compat
 from shardfn._core.moves import (
     AllGather,
     AllReduce,
@@ -53,10 +54,16 @@ def run_together(
     Returns:
       The blocks moved, their elements as `run_move` makes them.
     """
+    if len(moves) == 1 or not moves[0].joins:
+        each = zip(blocks, shapes, moves, strict=True)
+        return [run_move(*b, axes) for b in each]
+    dtype = blocks[0].dtype
+    sent = compat.sent_as(dtype)
+    if sent != dtype:
+        blocks = [x.astype(sent) for x in blocks]
     each = zip(blocks, shapes, moves, strict=True)
-    if len(moves) > 1 and moves[0].joins:
-        return JOINED[type(moves[0])]([Block(*b) for b in each], axes)
-    return [run_move(*b, axes) for b in each]
+    made = JOINED[type(moves[0])]([Block(*b) for b in each], axes)
+    return made if sent == dtype else [x.astype(dtype) for x in made]
 
 
 @joined(AllGather)

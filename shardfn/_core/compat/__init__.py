@@ -200,6 +200,9 @@ from shardfn._core.compat.platforms import (
     reads_inside_matmuls as reads_inside_matmuls,
 )
 from shardfn._core.compat.platforms import (
+    sent_as as sent_as,
+)
+from shardfn._core.compat.platforms import (
     times_transfers as times_transfers,
 )
 from shardfn._core.compat.primitives import (

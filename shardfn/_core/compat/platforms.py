@@ -6,6 +6,7 @@ In: the devices that are there. Out: what their compilers do and cannot do.
 from typing import Any
 
 import jax
+import numpy as np
 from jax._src import distributed as _distributed
 from jax.sharding import AxisType
 
@@ -35,6 +36,14 @@ def loses_clamps() -> bool:
     (https://github.com/openxla/xla/issues/49121). It also makes such slices itself, of
     a scatter that has one index."""
     return jax.__version_info__ < (0, 12)
+
+
+def sent_as(dtype: Any) -> Any:
+    """The dtype in which to pass a value to a collective: XLA has none of two bits. On
+    CPUs it refuses to reduce such values, and writes beyond the end of gathered ones.
+    Those of four bits it widens by itself."""
+    two_bits = {"int2": np.int8, "uint2": np.uint8}
+    return two_bits.get(getattr(dtype, "name", ""), dtype)
 
 
 def promoted_dtype(platform: str, dtype: str) -> str:
