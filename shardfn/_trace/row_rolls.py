@@ -109,15 +109,14 @@ class Rolls:
         def run(x: jax.Array, *place: jax.Array) -> jax.Array:
             size = aval[0][dim]
             if known is None:
-                amount = clamped(place[0], size)
+                amount = clamped(jnp.asarray(*place), size)
             else:
                 amount = min(max(known, 0), size)
             if put is None:
                 return _roll(x, dim, size - amount)
             return _roll(x, dim, amount) + jnp.zeros((), aval[1])  # -0.0 + 0.0 is 0.0
 
-        numbers = map(number_of, atoms)
-        avals = [jax.ShapeDtypeStruct(*self.pieces.avals[number]) for number in numbers]
+        avals = [jax.ShapeDtypeStruct(*self.pieces.avals[atom]) for atom in atoms]
         with compat.as_user_code(eqn):
             return jax.make_jaxpr(run)(*avals), atoms
 
@@ -142,7 +141,7 @@ class Rolls:
 
     def _evaluated(self, atom: Atom) -> Any:
         if not isinstance(atom, int):
-            return jnp.asarray(np.asarray(atom.val), shaped(atom).dtype)
+            return jnp.asarray(np.asarray(atom.val), atom.aval.dtype)
         eqn, operands = self.literal[atom]
         given = map(self._evaluated, operands)
         return eqn.primitive.bind(*given, **eqn.params)
