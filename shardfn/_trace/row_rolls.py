@@ -2,12 +2,10 @@
 
 In: the equations of a program in order. Out: for a window as large as an array, cut out
 of two copies of it one behind the other, as `jnp.roll` makes it, and for its gradient,
-the same as shifts by 1, 2, 4, ... rows, each taken or not, or as one if the amount is
-made of literals. Devices that split the rows then pass them on and need not have all of
-them.
+the same as shifts by 1, 2, 4, ... rows, each taken or not. Devices that split the rows
+then pass them on and need not have all of them.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,14 +52,11 @@ class Rolls:
       doubled: values of which there are two, and along which dimension.
       placed: values put somewhere into zeros of twice their size, along which
         dimension and where.
-      literal: single numbers that are made of literals alone, by the equation that
-        makes them and its operands.
     """
 
     pieces: Pieces
     doubled: dict[int, tuple[int, int]] = field(default_factory=dict)
     placed: dict[int, tuple[int, int, Atom]] = field(default_factory=dict)
-    literal: dict[int, tuple[JaxprEqn, Sequence[Atom]]] = field(default_factory=dict)
 
     def equation(
         self,
@@ -71,9 +66,7 @@ class Rolls:
         zeros: Sequence[bool],
     ) -> None:
         """Notes what an equation makes."""
-        if self._is_literal(eqn, operands):
-            self.literal[result] = eqn, operands
-        elif eqn.primitive.name == "concatenate" and len(operands) == 2:
+        if eqn.primitive.name == "concatenate" and len(operands) == 2:
             if isinstance(operands[0], int) and operands[0] == operands[1]:
                 self.doubled[result] = operands[0], eqn.params["dimension"]
         elif eqn.primitive.name == "dynamic_update_slice" and zeros[0]:
@@ -103,48 +96,18 @@ class Rolls:
         aval = self.pieces.avals[value]
         if not isinstance(aval[1], np.dtype):
             return None
-        known = self._number(start)
-        atoms = (value, start) if known is None else (value,)
 
-        def run(x: jax.Array, *place: jax.Array) -> jax.Array:
-            size = aval[0][dim]
-            if known is None:
-                amount = clamped(jnp.asarray(*place), size)
-            else:
-                amount = min(max(known, 0), size)
+        def run(*given: jax.Array) -> jax.Array:
+            x, place = given if isinstance(start, int) else (given[0], start.val)
+            amount = clamped(jnp.asarray(place), aval[0][dim])
             if put is None:
-                return _roll(x, dim, size - amount)
+                return _roll(x, dim, aval[0][dim] - amount)
             return _roll(x, dim, amount) + jnp.zeros((), aval[1])  # -0.0 + 0.0 is 0.0
 
+        atoms = (value, start) if isinstance(start, int) else (value,)
         avals = [jax.ShapeDtypeStruct(*self.pieces.avals[atom]) for atom in atoms]
         with compat.as_user_code(eqn):
             return jax.make_jaxpr(run)(*avals), atoms
-
-    def _is_literal(self, eqn: JaxprEqn, operands: Sequence[Atom]) -> bool:
-        """Whether an equation makes one number, of literals alone."""
-        made = shaped(eqn.outvars[0])
-        given = (atom for atom in operands if isinstance(atom, int))
-        return (
-            math.prod(made.shape) == 1
-            and isinstance(made.dtype, np.dtype)
-            and bool(operands)
-            and not (eqn.effects or eqn.primitive.multiple_results)
-            and all(atom in self.literal for atom in given)
-        )
-
-    def _number(self, atom: Atom) -> int | None:
-        """The number that a value is, if it is made of literals alone."""
-        if isinstance(atom, int) and atom not in self.literal:
-            return None
-        with compat.evaluating():
-            return int(np.asarray(self._evaluated(atom)).item())
-
-    def _evaluated(self, atom: Atom) -> Any:
-        if not isinstance(atom, int):
-            return jnp.asarray(np.asarray(atom.val), atom.aval.dtype)
-        eqn, operands = self.literal[atom]
-        given = map(self._evaluated, operands)
-        return eqn.primitive.bind(*given, **eqn.params)
 
     def _put_together(
         self, eqn: JaxprEqn, operands: Sequence[Atom]
@@ -162,11 +125,8 @@ class Rolls:
         return placed if {one.start, other.start} == {0, one.size} else None
 
 
-def _roll(x: jax.Array, dim: int, amount: jax.Array | int) -> jax.Array:
-    """`x` with its rows moved on by up to all of them, around the end; at once, if it
-    is known by how many."""
-    if isinstance(amount, int):
-        return shift(x, dim, amount)
+def _roll(x: jax.Array, dim: int, amount: jax.Array) -> jax.Array:
+    """`x` with its rows moved on by up to all of them, around the end."""
     for bit in range((x.shape[dim]).bit_length()):
         taken = (amount >> bit) & 1 == 1
         x = lax.select_n(taken, x, shift(x, dim, 2**bit))

@@ -61,23 +61,3 @@ def test_rows_are_passed_on(gradient: bool) -> None:
     sent = sum(c.total_bytes for c in plan.collectives) / (4 * COLUMNS)
     assert sent == (2 if gradient else 1) * 15
     assert plan.verify(sharded.lower(*args).compile()).ok
-
-
-@pytest.mark.parametrize("dtype", [np.int32, np.uint8])
-@pytest.mark.parametrize("amount", [0, 3, 21, ROWS, 25])
-def test_an_amount_made_of_literals_is_known(amount: int, dtype: Any, integers) -> None:
-    """XLA works it out, so it leaves out the shifts by 1, 2, 4, ... rows that are not
-    taken; they are planned as one."""
-
-    def step(state: Any, x: jax.Array) -> Any:
-        rows = jnp.full(1, amount, dtype).sum(dtype=dtype)
-        return state, (jnp.roll(x, dtype(amount), 0), jax.grad(paired)(x, rows))
-
-    sharded = shardfn.fully_shard(step, cpu_mesh(8), donate=False)
-    args = jnp.float32(0), integers((ROWS, COLUMNS))
-    plan = sharded.plan(*args)
-    assert {c.op for c in plan.collectives} <= {"ppermute"}
-    assert len(plan.collectives) <= 6  # the roll, in the gradient forward and backward
-    assert plan.verify(sharded.lower(*args).compile()).ok
-    expected, got = jax.jit(step)(*args), jax.device_get(sharded(*args))
-    jax.tree.map(np.testing.assert_array_equal, expected, got)
