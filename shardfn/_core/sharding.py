@@ -86,7 +86,6 @@ class Axes:
     reads it, as TPUs' does.
     `hides_network` says that what a loop sends between hosts can take as long as what
     it computes, if it computes `limits.SUMS_FLOPS` for each byte.
-    `platform` is that of the devices; "" if it is not known.
     `kinds` are what the axes are for: the default ones, if none are given.
     """
 
@@ -101,7 +100,6 @@ class Axes:
     hides_network: bool = field(default=False, repr=False)
     profiled: bool = field(default=False, repr=False)
     fuses_producers: bool = field(default=False, repr=False)
-    platform: str = field(default="", repr=False)
     kinds: tuple[AxisKind, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:

@@ -120,10 +120,10 @@ def plan_jaxpr(
     """
     if facts is not None:
         devices = math.prod(axes.sizes[axes.names.index(a)] for a in axes.batch)
-        known = facts.arguments, facts.program
-        program = facts.arrange(make_program(jaxpr, *known, devices, axes.platform))
+        program = make_program(jaxpr, facts.arguments, facts.program, devices)
+        program = facts.arrange(program)
     else:
-        program = make_program(jaxpr, platform=axes.platform)
+        program = make_program(jaxpr)
     free = [None] * (len(program.outputs) - len(required))
     fixed = [*required, *free]
     planner = Planner(program, inputs, fixed, axes, small, control, facts)

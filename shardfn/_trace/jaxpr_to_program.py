@@ -18,7 +18,7 @@ from shardfn._core.equation_key import equation_key
 from shardfn._core.op_sharding_rule import OpShardingRule
 from shardfn._core.program import ZERO, Atom, Node, Program, live
 from shardfn._core.rule_registry import rule_of
-from shardfn._trace.dim_marks import Marking, Marks, marks_of
+from shardfn._trace.dim_marks import Marking, Marks, has_rows, marks_of
 from shardfn._trace.iota_indexing import Counting, Counts
 from shardfn._trace.literal_values import (
     Zeros,
@@ -30,7 +30,7 @@ from shardfn._trace.node_kinds import kind_of, may_merge
 from shardfn._trace.passes import Argument, mark_passes
 from shardfn._trace.row_joins import cuts_alike, joins_alike
 from shardfn._trace.row_shifts import Pieces
-from shardfn._trace.row_windows import Windows, cuts_rows
+from shardfn._trace.row_windows import Windows, cuts_most
 from shardfn._trace.shared_terms import SharedTerms
 from shardfn._trace.unordered import Unordered
 
@@ -40,7 +40,6 @@ def make_program(
     arguments: Sequence[Argument] = (),
     known: Program | None = None,
     devices: int = 1,
-    platform: str = "",
 ) -> Program:
     """Numbers the values of a closed jaxpr; see the module's first lines.
 
@@ -50,16 +49,20 @@ def make_program(
       known: the program that it becomes for arguments of which nothing is known, if
         that was made before.
       devices: how many may split the rows of the batch.
-      platform: what it is for; branches for other platforms are left out. "" keeps all.
 
     Returns:
       The program, its nodes marked with their passes.
     """
     given = tuple(argument.marks for argument in arguments)
-    if known is None or cuts_rows(given, closed_jaxpr):
+    if known is None or _matters(given, closed_jaxpr):
         live_jaxpr = compat.without_dead_code(closed_jaxpr)
-        known = _Builder(devices, platform).build(live_jaxpr, None, given)
+        known = _Builder(devices).build(live_jaxpr, None, given)
     return mark_passes(known, arguments)
+
+
+def _matters(given: Sequence[Marks], closed: Any) -> bool:
+    """Whether the program of a jaxpr depends on what its arguments are."""
+    return any(map(has_rows, given)) and cuts_most(closed)
 
 
 @dataclass
@@ -67,7 +70,6 @@ class _Builder:
     """What is shared while one jaxpr and the jaxprs in it become programs."""
 
     devices: int = 1
-    platform: str = ""
     cache: dict[Hashable, Program] = field(default_factory=dict)
     marking: Marking = field(default_factory=Marking)
     keep_alive: list[Any] = field(default_factory=list)
@@ -84,7 +86,7 @@ class _Builder:
         """The program of a jaxpr that `call` runs. `given` says what lies along the
         dimensions of its arguments, if that matters, and `counting` along which of them
         an argument counts."""
-        given = given if cuts_rows(given, closed) else ()
+        given = given if _matters(given, closed) else ()
         key = id(closed), given, counting
         if key not in self.cache:
             self.keep_alive.append(closed)
@@ -183,8 +185,7 @@ class _Values:
             operands = tuple(self.with_elements(read(v), eqn) for v in eqn.invars)
             made_for = (*around, *compat.derivatives(eqn))
             taken_out = self.shared.taken_out(eqn, operands, self.avals)
-            body = compat.inlined_body(eqn, self.builder.platform)
-            body = body or self.written_out(eqn, operands)
+            body = compat.inlined_body(eqn) or self.written_out(eqn, operands)
             rewritten = self.rewritten(eqn, operands) if body is None else None
             if taken_out is not None:
                 results = self.inline(*taken_out, made_for, eqn)

@@ -17,7 +17,7 @@ from jax.extend.core import JaxprEqn, jaxprs_in_params
 from shardfn._core import compat
 from shardfn._core.op_sharding_rule import OpShardingRule
 from shardfn._core.program import Atom
-from shardfn._trace.dim_marks import FIXED, ROWS, Marks, has_rows
+from shardfn._trace.dim_marks import FIXED, ROWS, Marks
 from shardfn._trace.op_on_all_rows import DependsOnPlace, RowOperand, Site, site_of
 from shardfn._trace.row_cuts import RowCuts, apart
 from shardfn._trace.row_features import orders_rows, with_one_dimension
@@ -28,11 +28,6 @@ from shardfn._trace.row_rolls import Rolls, cuts_of_two
 from shardfn._trace.row_shifts import Pieces, RowPiece, cuts, join, shaped
 
 Rewritten = tuple[Any, tuple[Atom, ...]]
-
-
-def cuts_rows(given: Sequence[Marks], closed: Any) -> bool:
-    """Whether the program of a jaxpr depends on what its arguments are."""
-    return any(map(has_rows, given)) and cuts_most(closed)
 
 
 def cuts_most(closed: Any) -> bool:

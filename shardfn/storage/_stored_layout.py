@@ -270,7 +270,6 @@ def axes_over(mesh: Mesh, names: tuple[str, ...], control: Control) -> Axes:
         cannot_sum=compat.dtypes_without_sum(device.platform, has_others),
         reads_apart=compat.reads_inside_matmuls(device.platform),
         times_transfers=compat.times_transfers(device),
-        platform=device.platform,
         fuses_producers=compat.fuses_producers(device.platform),
         misjudges_network=compat.misjudges_network(device),
         hides_network=compat.hides_network(device) and slices_of(mesh.devices.flat) > 1,

@@ -33,28 +33,22 @@ _POSITIONAL = {"psum": jnp.sum, "pmax": jnp.max, "pmin": jnp.min}
 # jax.experimental.sparse: primitives that it writes out in terms of others.
 _SPARSE = ("bcoo", "bcsr", "coo", "csr")
 
-_NAMES = {"gpu": ("cuda", "rocm")}
-"""Of a platform of devices, those that lowering tells apart."""
-
 _LOWER_FUN = _mlir.lower_fun(lambda: None).__code__
 """The code of lowering rules that trace a function."""
 
 
-def inlined_body(eqn: JaxprEqn, platform: str = "") -> Any | None:
+def inlined_body(eqn: JaxprEqn) -> Any | None:
     """What an equation that is no operation of its own stands for, else None.
 
     That is the body of a call (jit, ...), of a solve whose derivative is known (the
     solver itself), and of a while loop under `jax.vmap`, whose condition is an array;
     of a `jax.device_put` of a pytree, one for every leaf. A scan of one iteration is no
-    loop either: XLA makes none of it. Of `lax.platform_dependent` it is the branch for
-    a platform, if that is given: JAX lowers no other.
+    loop either: XLA makes none of it.
     """
     name = eqn.primitive.name
     if name in _INLINED:
         params = eqn.params
         return params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
-    if name == "cond" and (branch := _for_platform(eqn, platform)) is not None:
-        return _traced(eqn, lambda _, *xs: core.jaxpr_as_fun(branch)(*xs))
     if name == "while" and close_jaxpr(eqn.params["cond_jaxpr"]).out_avals[0].shape:
         return _traced(eqn, lambda *xs: _loop_while_any(eqn, xs))
     if eqn.primitive is scan_p and eqn.params["length"] == 1:
@@ -119,19 +113,6 @@ def _traced(eqn: JaxprEqn, fn: Callable[..., Any]) -> Any:
     avals = [abstract(v.aval) for v in eqn.invars]
     with as_user_code(eqn):
         return jax.make_jaxpr(fn)(*avals)
-
-
-def _for_platform(eqn: JaxprEqn, platform: str) -> Any | None:
-    """The branch that JAX lowers for a platform; None if that is not known."""
-    lists = eqn.params.get("branches_platforms")
-    if not lists or not platform:
-        return None
-    chosen = {
-        next((i for i, of in enumerate(lists) if of is None or name in of), None)
-        for name in _NAMES.get(platform, (platform,))
-    }
-    (only,) = chosen if len(chosen) == 1 else (None,)
-    return None if only is None else close_jaxpr(eqn.params["branches"][only])
 
 
 def _loop_while_any(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
