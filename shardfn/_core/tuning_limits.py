@@ -14,8 +14,8 @@ prediction leaves out."""
 
 REPLICAS_LATENCY = 0.5
 """The part of transfers that is latency from which on a mesh with replicas is advised:
-T5-11B on 512 H100s, 0.67 of whose transfers are latency, then takes 6% less time;
-Llama-7B on 64, 0.33, takes 5% more, as its sums cross the network twice."""
+T5-11B on 512 H100s, 0.67 of whose transfers are latency, then takes 6% to 8% less time;
+Llama-7B on 64, 0.33, takes 4% to 5% more."""
 
 ADVISED_SHARE = 0.03
 """The part of a step that an option may save for a report to name it."""

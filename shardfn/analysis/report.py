@@ -180,8 +180,8 @@ def _transfers(report: Report) -> str:
     each = ", ".join(f"{op} {seconds_text(s)}" for op, s in waits.items() if s)
     exposed = f"{seconds_text(report.exposed_seconds)} exposed"
     if least := report.timeline.exposed_in_any_order:
-        exposed += f" ({seconds_text(least)} in any order: loops send for longer than"
-        exposed += " they compute)"
+        exposed += f" ({seconds_text(least)} in any order within an iteration: loops"
+        exposed += " send for longer than they compute)"
     latency = f"{seconds_text(report.timeline.latency)} of it latency"
     return f"{latency}; of which {exposed}{': ' * bool(each)}{each}"
 

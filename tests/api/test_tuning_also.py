@@ -91,7 +91,9 @@ def test_the_host_is_asked_for_what_is_lacking(report) -> None:
     assert asked(report, peak, "offload") == []
     small = dataclasses.replace(report.target, memory=peak - 2**20)
     lacking = dataclasses.replace(report, target=small)
-    assert asked(lacking, small.memory, "offload") == [(("offload", "auto"),)]
+    # What sends less frees nothing.
+    assert asked(lacking, small.memory, *ALSO) == [(("offload", "auto"),)]
+    assert asked(lacking, 3, "offload") == [(("offload", "1KiB"),)]
 
 
 @pytest.mark.aot(H100)

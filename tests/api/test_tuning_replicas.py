@@ -10,7 +10,9 @@ import pytest
 from plan_helpers import cpu_mesh
 
 import shardfn
+from shardfn._api.tuning.advise import advise
 from shardfn._api.tuning.replica_rows import replica_rows
+from shardfn._lowering.option_table import NOT_DELAYED
 from shardfn.analysis import targets
 
 TARGET, WIDTH, LAYERS = "h100:32", 256, 4
@@ -49,17 +51,22 @@ def test_the_fewest_hosts_that_hold_the_state_are_advised(report) -> None:
     peak = report.memory.peak
     row = row_of(report, report.target.memory)
     assert row.options == (("axis", ("replica", "data")),) and row.mesh == (4, 8)
-    assert row.takes == STORED // 8 - STORED // 32
+    more = STORED // 8 - STORED // 32
+    assert row.takes == 2 * more  # with gradients
     assert 0 < row.saves == report.exposed_seconds
     assert row.asked == (
         "axis=('replica', 'data') and jax.make_mesh((4, 8), ('replica', 'data'))"
     )
-    assert "of transfers are latency, most of it between 4 hosts" in row.why
-    tight = row_of(report, peak + STORED // 16)
-    assert tight.mesh == (2, 16) and tight.takes == STORED // 16 - STORED // 32
+    assert "of what transfers take is latency, on 4 slices; each device" in row.why
+    tight = row_of(report, peak + STORED // 8)
+    assert tight.mesh == (2, 16) and tight.takes == 2 * (STORED // 16 - STORED // 32)
     assert row_of(report, peak + STORED // 64) is None
     assert row_of(report, report.target.memory, "h100:8") is None
     assert row in report.advice
+    axes = dataclasses.replace(report.plan.axes, names=("replica",))
+    plan = dataclasses.replace(report.plan, axes=axes)
+    named = row_of(dataclasses.replace(report, plan=plan), report.target.memory)
+    assert dict(named.options)["axis"] == ("replicas", "replica")
 
 
 @pytest.mark.aot(TARGET)
@@ -79,6 +86,12 @@ def test_the_mesh_that_is_advised_is_one_to_compile_for(report) -> None:
     assert there.stored_bytes == STORED // 8
     assert there.timeline.latency < report.timeline.latency
     assert row_of(there, report.target.memory) is None  # it has replicas
+    # Of a sum over replicas, too, no whole gradient lives on.
+    lines = [c for c in there.plan.collectives if c.op == "psum_scatter"]
+    assert lines and all(c.undelayed for c in lines)
+    devices = targets.devices(TARGET)
+    frees = [r for r in advise(there, devices, 0) if r.title == NOT_DELAYED]
+    assert [row.takes for row in frees] == [0]
 
 
 @pytest.mark.aot(TARGET)

@@ -84,19 +84,18 @@ def _prefetch(figures: Figures, devices: Devices, memory: int) -> Iterator[Advic
     """Gathers of loops, a layer ahead: those that a layer uses first, or all. Not of
     loops that gather in turn, which costs less (see `order_gathers`)."""
     del devices, memory
-    asked = figures.plan.control.asked("prefetch")
-    waits, saves = (f(figures, AllGather.op) for f in (_waits, _saved_by_order))
+    asked, waits = figures.plan.control.asked("prefetch"), _waits(figures, AllGather.op)
     lines = [c for c in _gathers(figures) if _in_loop(c)]
     in_turn = any(why.step.in_turn for c in lines for why in c.why)
-    if in_turn or not lines or not saves or any(map(layers_ahead, asked)):
+    if in_turn or not lines or not waits or any(map(layers_ahead, asked)):
         return
     why = f"the device waits {seconds_text(waits)} for gathers"
     first = [c for c in lines if c.used_first]
     if first and FIRST not in asked:
         title, size = "first weights of a layer ahead", _most_of_a_phase(first)
-        yield Advice(title, (("prefetch", FIRST),), saves, size, why)
+        yield Advice(title, (("prefetch", FIRST),), waits, size, why)
     size = _most_of_a_phase(lines)
-    yield Advice("a layer ahead", (("prefetch", 1),), saves, size, why)
+    yield Advice("a layer ahead", (("prefetch", 1),), waits, size, why)
 
 
 def _keep_gathered(figures: Figures, devices: Devices, memory: int) -> Iterator[Advice]:
@@ -166,8 +165,8 @@ def _buckets(figures: Figures, devices: Devices, memory: int) -> Iterator[Advice
 
 def _flags(figures: Figures, devices: Devices, memory: int) -> Iterator[Advice]:
     """What the compiler can be asked."""
-    gathers = _saved_by_order(figures, AllGather.op)
-    both = _saved_by_order(figures, AllGather.op, ReduceScatter.op)
+    gathers = _waits(figures, AllGather.op)
+    both = _waits(figures, AllGather.op, ReduceScatter.op)
     for name, saves, frees in (
         ("gathers pipelined by XLA", gathers, False),
         ("four transfers in flight", both, False),
@@ -191,7 +190,10 @@ def _latencies(figures: Figures, devices: Devices, memory: int) -> Iterator[Advi
     """What XLA's scheduler goes by."""
     del memory
     both = AllGather.op, ReduceScatter.op
-    waits, saves = _waits(figures, *both), _saved_by_order(figures, *both)
+    waits = _waits(figures, *both)
+    # It orders what an iteration does, and takes nothing out of it.
+    rest = figures.exposed_seconds - figures.timeline.exposed_in_any_order
+    saves = min(waits, rest)
     if saves and figures.target.platform == "cuda" and figures.latencies == "xla":
         asked = (("latencies", "predicted"),)
         why = f"the device waits {seconds_text(waits)}, which XLA's figures do not tell"
@@ -235,12 +237,6 @@ def _worth_keeping(line: Collective) -> tuple[float, int, str]:
 
 def _waits(figures: Figures, *ops: str) -> float:
     return sum(figures.timeline.exposed_by_op.get(op, 0.0) for op in ops)
-
-
-def _saved_by_order(figures: Figures, *ops: str) -> float:
-    """What the device waits for them, as far as another order can save it."""
-    rest = figures.exposed_seconds - figures.timeline.exposed_in_any_order
-    return min(_waits(figures, *ops), rest)
 
 
 def _transfers(figures: Figures) -> float:

@@ -48,19 +48,19 @@ def _offload(figures: Figures, memory: int, option: str) -> Iterator[Advice]:
     lacks = figures.memory.peak - memory
     if lacks <= 0 or any(figures.plan.control.asked(option)):
         return
-    bound = AUTO if memory == figures.target.memory else f"{memory >> 10}KiB"
+    whole = memory == figures.target.memory
+    bound = AUTO if whole else f"{max(memory >> 10, 1)}KiB"
     there = size_text(figures.target.host_memory)
     why = f"{size_text(lacks)} are lacking; the host has {there} per device"
     yield Advice("state in the host's memory", ((option, bound),), 0.0, -lacks, why)
 
 
 def _narrower(figures: Figures, memory: int, option: str) -> Iterator[Advice]:
-    """Transfers in dtypes of fewer bytes than what they move in most."""
-    del memory
+    """Transfers in dtypes of fewer bytes than they move in, of a step that fits."""
     op, asked = MOVED[option], figures.plan.control.asked(option)
     lines = [c for c in figures.plan.collectives if c.op == op and c.path]
     waits = figures.timeline.exposed_by_op.get(op, 0.0)
-    if not waits or any(asked):
+    if not waits or any(asked) or figures.memory.peak > memory:
         return
     sent = sum(c.total_bytes for c in lines)
     for dtype in NARROWER:

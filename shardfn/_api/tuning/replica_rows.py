@@ -1,4 +1,4 @@
-"""A mesh with replicas, where most of what moves between hosts is latency.
+"""A mesh with replicas, where most of what transfers take is latency.
 
 In: what a step takes on a target. Out: a row of `Advice` that names the mesh. Tuning
 does not compile it: the mesh is the caller's.
@@ -12,13 +12,15 @@ from shardfn.analysis._figures import Figures
 from shardfn.analysis._text import size_text
 from shardfn.analysis.advice import Advice
 
-REPLICA = "replica"
+GRADIENTS = 2
+"""What the state takes in a step, of itself: gradients are split like it, too."""
 
 
 def replica_rows(
     figures: Figures, devices: Sequence[object], memory: int
 ) -> Iterator[Advice]:
-    """The fewest hosts that hold the state, the others being replicas of these.
+    """The fewest slices, each of what NVLink connects, that hold the state; the others
+    are replicas of these.
 
     Args:
       figures: of the step, its state split over one axis of all devices.
@@ -31,22 +33,28 @@ def replica_rows(
         return
     free = memory - figures.memory.peak
     for group in _groups(every, every // slices):
-        takes = figures.stored_bytes * (every // group - 1)
+        more = figures.stored_bytes * (every // group - 1)
+        takes = GRADIENTS * more
         if takes <= free:
-            option = (("axis", (REPLICA, *axes.names)),)
+            option = (("axis", (_unused(axes.names), *axes.names)),)
             why = (
-                f"{share:.0%} of transfers are latency, most of it between "
-                f"{slices} hosts; each device stores {size_text(takes)} more. Tuning "
-                "keeps the mesh, so compile it with step.on"
+                f"{share:.0%} of what transfers take is latency, on {slices} slices; "
+                f"each device stores {size_text(more)} more. Tuning keeps the mesh, so "
+                "compile it with step.on"
             )
             saves, mesh = figures.exposed_seconds, (every // group, group)
             yield Advice("replicas", option, saves, takes, why, mesh)
             return
 
 
-def _groups(devices: int, host: int) -> Iterator[int]:
-    """Devices of one host, of two, four and so on, but not all."""
-    group = host
+def _unused(names: Sequence[str]) -> str:
+    """A name for the axis of the replicas."""
+    return next(n for n in ("replica", "replicas") if n not in names)
+
+
+def _groups(devices: int, slice_size: int) -> Iterator[int]:
+    """Devices of one slice, of two, four and so on, but not all."""
+    group = slice_size
     while group < devices:
         if devices % group == 0:
             yield group

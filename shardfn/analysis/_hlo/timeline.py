@@ -108,9 +108,11 @@ class Timeline:
         for kind in {kind for s in self.links for kind in s.over}:
             sent = _within([s for s in self.links if kind in s.over], self.rounds)
             most = [max(pair) for pair in zip(most, sent, strict=True)]
-        pairs = zip(most, computed, strict=True)
-        more = sum(max(0.0, links - device) for links, device in pairs)
-        return min(more, self.exposed)
+        waited = _within([s for s in self.device if s.kind == WAIT], self.rounds)
+        rounds = zip(most, computed, waited, strict=True)
+        return sum(
+            min(max(0.0, links - device), waits) for links, device, waits in rounds
+        )
 
     @property
     def exposed_by_op(self) -> dict[str, float]:
