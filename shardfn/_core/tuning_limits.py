@@ -17,6 +17,10 @@ REPLICAS_LATENCY = 0.5
 T5-11B on 512 H100s, 0.67 of whose transfers are latency, then takes 6% to 8% less time;
 Llama-7B on 64, 0.33, takes 4% to 5% more."""
 
+REPLICAS_STATE = 2
+"""Bytes that a mesh with replicas is taken to need more, for each more of the state:
+gradients are split like it, too."""
+
 ADVISED_SHARE = 0.03
 """The part of a step that an option may save for a report to name it."""
 

@@ -7,13 +7,10 @@ does not compile it: the mesh is the caller's.
 from collections.abc import Iterator, Sequence
 
 from shardfn._core.device_coords import slices_of
-from shardfn._core.tuning_limits import REPLICAS_LATENCY
+from shardfn._core.tuning_limits import REPLICAS_LATENCY, REPLICAS_STATE
 from shardfn.analysis._figures import Figures
 from shardfn.analysis._text import size_text
 from shardfn.analysis.advice import Advice
-
-GRADIENTS = 2
-"""What the state takes in a step, of itself: gradients are split like it, too."""
 
 
 def replica_rows(
@@ -34,7 +31,7 @@ def replica_rows(
     free = memory - figures.memory.peak
     for group in _groups(every, every // slices):
         more = figures.stored_bytes * (every // group - 1)
-        takes = GRADIENTS * more
+        takes = REPLICAS_STATE * more
         if takes <= free:
             option = (("axis", (_unused(axes.names), *axes.names)),)
             why = (
