@@ -46,7 +46,7 @@ from shardfn._lowering.xla_options import (
     needed_options,
     set_elsewhere,
 )
-from shardfn._schedule.delayed_sums import delays_other_axes
+from shardfn._schedule.delayed_sums import leaves_sums
 from shardfn._schedule.heap import Heap
 from shardfn._schedule.order_gathers import orders_gathers
 from shardfn._trace.purity import calls_the_host
@@ -141,9 +141,7 @@ class Programs:
         if planned is not None:
             in_turn = orders_gathers(planned.body)
             on_host = has_host_values(planned.program, planned.body)
-            other_axes = self.storage.axes.hides_network and delays_other_axes(
-                planned.program, planned.body
-            )
+            other_axes = leaves_sums(planned.program, planned.body, self.storage.axes)
         asked, tuned = self.asked, self.plain.tuned
         if tuned is not None and asked is not False:
             asked = {**tuned.of_compiler(devices[0].platform), **(asked or {})}

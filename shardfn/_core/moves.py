@@ -301,3 +301,13 @@ def move_of(before: Sharding, after: Sharding, written: Written = ()) -> Move:
 def moves_of(path: Sequence[Sharding], written: Written = ()) -> list[Move]:
     """The moves along a path."""
     return [move_of(a, b, written) for a, b in zip(path, path[1:], strict=False)]
+
+
+def scatters_of(moves: Sequence[Move]) -> int:
+    """How many moves there are up to the last reduce-scatter, if others follow it, such
+    as a sum over replicas; else 0. Compilers delay what follows, not what comes first.
+    """
+    count = max(
+        (i for i, m in enumerate(moves, 1) if isinstance(m, ReduceScatter)), default=0
+    )
+    return count if count < len(moves) else 0

@@ -7,10 +7,10 @@ one that follows, but for sums that the plan does not let it delay (`undelayed_s
 Of sums over several mesh axes it delays what comes behind the reduce-scatter.
 """
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 
-from shardfn._core.moves import ReduceScatter
+from shardfn._core.moves import scatters_of
 from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard
 from shardfn._core.program import Node, Program
 from shardfn._core.sharding import Axes, Sharding, Unreduced
@@ -40,9 +40,8 @@ class StackedSum:
     def scattered(self) -> Sharding | None:
         """What its reduce-scatters leave, if that is summed over other mesh axes, too,
         such as replicas; else None."""
-        moves = self.step.moves
-        ends = [i for i, m in enumerate(moves, 1) if isinstance(m, ReduceScatter)]
-        return self.step.path[ends[-1]] if ends and ends[-1] < len(moves) else None
+        count = scatters_of(self.step.moves)
+        return self.step.path[count] if count else None
 
     def delayed_bytes(self, axes: Axes) -> int:
         """Bytes on a device of what the compiler delays."""
@@ -73,15 +72,23 @@ def delayed_sums(node: Node, step: Apply, axes: Axes) -> int:
     return sum(each.delayed_bytes(axes) for each in stacked_sums(node, step))
 
 
-def delays_other_axes(program: Program, body: BodyPlan) -> bool:
-    """Whether a compiler may delay sums of loops in a plan over other mesh axes than
-    those that they are scattered over."""
-    ops = [step for step in body.steps if isinstance(step, Apply)]
-    return any(
-        any(each.scattered is not None for each in stacked_sums(node, step))
-        or any(map(delays_other_axes, node.bodies, step.bodies))
-        for step, node in ((op, program.nodes[op.node]) for op in ops)
-    )
+def are_left_to_compiler(sums: Iterable[StackedSum], axes: Axes) -> bool:
+    """Whether the compiler orders the sums of a loop, and delays what of them is over
+    other mesh axes than those that they are scattered over: between hosts."""
+    return axes.hides_network and any(each.scattered is not None for each in sums)
+
+
+def leaves_sums(program: Program, body: BodyPlan, axes: Axes) -> bool:
+    """Whether a plan has loops whose sums are left to the compiler."""
+    for step in body.steps:
+        if isinstance(step, Apply):
+            node = program.nodes[step.node]
+            inner = zip(node.bodies, step.bodies, strict=True)
+            if are_left_to_compiler(stacked_sums(node, step), axes):
+                return True
+            if any(leaves_sums(p, b, axes) for p, b in inner):
+                return True
+    return False
 
 
 def stacked_sums(node: Node, step: Apply) -> list[StackedSum]:

@@ -23,7 +23,7 @@ from shardfn._core.sharding import Axes
 from shardfn._schedule.balanced_loops import is_balanced, scattered_sums
 from shardfn._schedule.bodies import Site, inside
 from shardfn._schedule.chain_reduce_scatters import chain_reduce_scatters
-from shardfn._schedule.delayed_sums import StackedSum
+from shardfn._schedule.delayed_sums import StackedSum, are_left_to_compiler
 from shardfn._schedule.loop_events import events
 
 ENDS = Note(
@@ -77,8 +77,7 @@ class _Sum:
 def _undelayed(node: Node, loop: Apply, axes: Axes) -> Apply:
     """A node, in whose iterations those sums end that can."""
     scattered = scattered_sums(node, loop)
-    goes_on = any(each.scattered is not None for each in scattered.values())
-    if not scattered or (axes.hides_network and goes_on):
+    if not scattered or are_left_to_compiler(scattered.values(), axes):
         return loop
     (program,), (body,) = node.bodies, loop.bodies
     total, sums = _in_order(program, body, axes, scattered)

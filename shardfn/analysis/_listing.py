@@ -16,7 +16,7 @@ from shardfn._core.host_values import copies_itself
 from shardfn._core.leaves import Leaf, Names, leaf_name, names_text
 from shardfn._core.line_names import line_name
 from shardfn._core.memories import HOST
-from shardfn._core.moves import AllGather, ReduceScatter
+from shardfn._core.moves import AllGather, scatters_of
 from shardfn._core.offloading import OffloadChoice
 from shardfn._core.phases import UPDATE
 from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard
@@ -249,7 +249,7 @@ def _moves(
                     devices=message.devices,
                     reduces=move.reduces,
                     gradient=step.during.gradient,
-                    undelayed=step.undelayed or _goes_on(step, index),
+                    undelayed=step.undelayed or index < scatters_of(step.moves),
                     used_first=step.used_first,
                     value=at.identity(moved),
                     alike=at.identity(first.get(moved, moved)),
@@ -305,9 +305,3 @@ def _users(program: Program, body: BodyPlan) -> dict[Ref, tuple[str, str]]:
                 place = place or where(program.nodes[step.node].eqn)
                 users[ref] = (place, step.primitive if step.fallback else "")
     return users
-
-
-def _goes_on(step: Reshard, index: int) -> bool:
-    """Whether a move is a reduce-scatter that others follow: of such sums compilers
-    delay only what comes behind it."""
-    return isinstance(step.moves[index], ReduceScatter) and index + 1 < len(step.moves)

@@ -18,7 +18,7 @@ from plan_helpers import Sharded, cpu_mesh, shard_fn
 from shardfn._core import compat
 from shardfn._core.plan import Apply
 from shardfn._lowering.planned_program import Planned
-from shardfn._schedule.delayed_sums import delayed_sums, delays_other_axes
+from shardfn._schedule.delayed_sums import delayed_sums, leaves_sums
 from shardfn.analysis import targets
 from shardfn.storage import _stored_layout
 from shardfn.testing import assert_same
@@ -97,7 +97,8 @@ def test_what_is_left_to_sum_over_replicas_is_delayed(
     with between_hosts() if hosts else nullcontext():
         case = sharded(cpu_mesh(*sizes), WIDTH, 16, jnp.float32, **options)
         found = planned(case)
-        assert delays_other_axes(found.program, found.body) == over_others
+        axes = case.step.storage.axes
+        assert leaves_sums(found.program, found.body, axes) == (hosts and over_others)
         assert delayed(case) == bytes_delayed
 
 
