@@ -12,10 +12,10 @@ TUNED_SHARE = 0.005
 """The part of a step that options have to save to be chosen: less is within what the
 prediction leaves out."""
 
-REPLICAS_LATENCY = 0.5
+REPLICAS_LATENCY = 0.6
 """The part of transfers that is latency from which on a mesh with replicas is advised:
 T5-11B on 512 H100s, 0.67 of whose transfers are latency, then takes 6% to 8% less time;
-Llama-7B on 64, 0.33, takes 4% to 5% more."""
+Llama-7B on 64, 0.50, takes 4% to 5% more."""
 
 REPLICAS_STATE = 2
 """Bytes that a mesh with replicas is taken to need more, for each more of the state:
