@@ -345,7 +345,7 @@ def test_a_block_that_divides_nothing() -> None:
     message = str(caught.value)
     assert message.startswith(
         "gather_dtype names 'a', which cannot be quantized: no dimension of a shard "
-        "can be cut into equal blocks of 64, or down to half of it.\n  step was called"
+        "can be cut into equal blocks of 64, or down to half of it.\n  step.plan was called"
     )
     assert "What moves has the shape (16, 32)." in message
 
@@ -506,7 +506,7 @@ def test_mesh_axes_without_a_path() -> None:
     message = str(caught.value)
     assert message.startswith(
         "reduce_dtype names 'replica', which is a mesh axis and a leaf, or subtree, of "
-        "the state.\n  <lambda> was called"
+        "the state.\n  <lambda>.plan was called"
     )
     assert "Write {'*': {'replica': 'int8'}} for the mesh axis, or {'" in message
     _ = asked({"replica": "bfloat16"}, {"replica": (16, 8)}).plan, "no mesh axis's"
