@@ -45,6 +45,7 @@ gc.disable()
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Before `-m` takes its choice."""
     tiers.mark_exhaustive(items)
+    tiers.quick_first(items)
 
 
 def pytest_collection_finish() -> None:
@@ -54,7 +55,10 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skips a test that is marked `aot(target)` where that compiler is missing."""
+    """Skips a test that is marked `aot(target)` where that compiler is missing, and an
+    exhaustive one that no time is left for."""
+    if reason := tiers.out_of_time(item):
+        pytest.skip(reason)
     for mark in item.iter_markers("aot"):
         (target,) = mark.args
         if reason := targets.missing(target):

@@ -1,8 +1,11 @@
 """In: the tests that pytest has collected. Out: the mark `exhaustive` on those that a
-quick run leaves out, because others of the same test have each of their values.
+quick run leaves out, because others of the same test have each of their values; they
+run last, and none begins after `SHARDFN_EXHAUSTIVE_UNTIL`, in seconds since 1970.
 """
 
 import itertools
+import os
+import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
@@ -31,6 +34,21 @@ def mark_exhaustive(items: Sequence[pytest.Item]) -> None:
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for same in tests.values():
         _mark_rest(same)
+
+
+def quick_first(items: list[pytest.Item]) -> None:
+    """Moves exhaustive tests behind the others, and keeps the order of both."""
+    items.sort(key=lambda item: item.get_closest_marker("exhaustive") is not None)
+
+
+def out_of_time(item: pytest.Item) -> str | None:
+    """Why a test does not run, if no time is left for it."""
+    until = os.environ.get("SHARDFN_EXHAUSTIVE_UNTIL")
+    if until is None or item.get_closest_marker("exhaustive") is None:
+        return None
+    if time.time() < float(until):
+        return None
+    return "exhaustive, and the time for those is over (SHARDFN_EXHAUSTIVE_UNTIL)"
 
 
 def _mark_rest(same: list[pytest.Function]) -> None:

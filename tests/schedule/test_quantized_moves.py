@@ -345,7 +345,8 @@ def test_a_block_that_divides_nothing() -> None:
     message = str(caught.value)
     assert message.startswith(
         "gather_dtype names 'a', which cannot be quantized: no dimension of a shard "
-        "can be cut into equal blocks of 64, or down to half of it.\n  step.plan was called"
+        "can be cut into equal blocks of 64, or down to half of it.\n"
+        "  step.plan was called"
     )
     assert "What moves has the shape (16, 32)." in message
 
