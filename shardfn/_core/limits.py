@@ -201,6 +201,14 @@ head: two tiles of a TPU. With more, it would make each element several times.""
 DUPLICATED_READS = 3
 """How many times its bytes may be read to make it: as two products do instead then."""
 
+SUM_DEVICES = 64
+"""Devices from which on a slice of v5ps may be four long in each direction. Over 32 and
+fewer libtpu reduce-scatters rows of any length, and pads them itself where it has to."""
+
+SUM_PIECES = 1700
+"""Devices times the largest prime factor of a row's tiles, up to which libtpu (0.0.42,
+0.0.50) reduce-scatters rows over such a slice: 23 x 64 and 13 x 128, not 29 x 64."""
+
 # What a plan warns of
 
 REPLICATED_SHARE = 0.5
@@ -282,16 +290,6 @@ FAILURE_SECONDS = 0.1
 """Between two checks of what of a write has failed."""
 
 # How compiled programs are read
-
-PREALLOCATED_SHARE = 0.75
-"""The part of a GPU's memory that JAX takes by default, as its documentation says."""
-
-HOST_BOUND = 0.1
-"""The part of a step that waits for copies from and to the host from which on a report
-calls the step bound by that link."""
-
-HOST_HIDDEN = 0.005
-"""The same below which it calls them hidden: less than what data sheets round."""
 
 OFFLOAD_COMPILATIONS = 4
 """Programs that a report compiles at most where a bound chooses what lives on the host:

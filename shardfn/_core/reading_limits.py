@@ -22,3 +22,13 @@ clamp."""
 
 SCALAR_ITERATIONS = 20_000
 """Iterations of all loops of a program whose scalars are computed: a second."""
+
+PREALLOCATED_SHARE = 0.75
+"""The part of a GPU's memory that JAX takes by default, as its documentation says."""
+
+HOST_BOUND = 0.1
+"""The part of a step that waits for copies from and to the host from which on a report
+calls the step bound by that link."""
+
+HOST_HIDDEN = 0.005
+"""The same below which it calls them hidden: less than what data sheets round."""

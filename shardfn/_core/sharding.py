@@ -84,6 +84,7 @@ class Axes:
     `profiled`, that it is given how long each takes.
     `fuses_producers` says that the compiler makes an operand inside of the product that
     reads it, as TPUs' does.
+    `sums_in_pieces` says that over large slices it reduce-scatters rows in pieces.
     `hides_network` says that what a loop sends between hosts can take as long as what
     it computes, if it computes `limits.SUMS_FLOPS` for each byte.
     `kinds` are what the axes are for: the default ones, if none are given.
@@ -100,6 +101,7 @@ class Axes:
     hides_network: bool = field(default=False, repr=False)
     profiled: bool = field(default=False, repr=False)
     fuses_producers: bool = field(default=False, repr=False)
+    sums_in_pieces: bool = field(default=False, repr=False)
     kinds: tuple[AxisKind, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:

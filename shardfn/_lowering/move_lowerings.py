@@ -90,7 +90,7 @@ def to_scatter(
     view, dim = viewed(full, dim_of(move.goal))
     local = local_shape(shape, move.after, axes)[dim]
     parts = along(move.after, move.axis, axes)
-    return _pad_to(x.reshape(view), dim, local * parts), dim
+    return pad_to(x.reshape(view), dim, local * parts), dim
 
 
 def to_exchange(
@@ -99,10 +99,10 @@ def to_exchange(
     """`x`, padded so that all parts that it is cut into are alike, and the dimension
     along which it is."""
     dim, n = dim_of(move.goal), move.devices(shape, axes)
-    return _pad_to(x, dim, -(-move.taken(shape, axes) // n) * n), dim
+    return pad_to(x, dim, -(-move.taken(shape, axes) // n) * n), dim
 
 
-def _pad_to(x: jax.Array, dim: int, size: int) -> jax.Array:
+def pad_to(x: jax.Array, dim: int, size: int) -> jax.Array:
     missing = size - x.shape[dim]
     if not missing:
         return x

@@ -25,6 +25,7 @@ from shardfn._core.quantized import SCALE_BYTES, Quantized
 from shardfn._core.sharding import Axes, Sharding, local_shape
 from shardfn._lowering.bits import Bits
 from shardfn._lowering.joined_collectives import run_together
+from shardfn._lowering.move_lowerings import cut_to, pad_to
 
 
 def reads_of(step: Reshard, plan: BodyPlan, axes: Axes) -> int:
@@ -59,6 +60,11 @@ def move_along(
     are `copies`, alike, for uses that are each to read it from the bytes; what stays
     quantized is one.
     """
+    if step.padded is not None:
+        dim = step.padded
+        rows, inner = pad_to(x, dim, step.shape[dim]), replace(step, padded=None)
+        made = move_along(inner, start, end, rows, place, axes, picked, copies)
+        return [cut_to(y, dim, x.shape[dim]) for y in made]
     moves = step.moves[start:end]
     copies = copies if moves and moves[-1].packed_as else 1
 

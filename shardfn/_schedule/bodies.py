@@ -2,10 +2,10 @@
 
 In: a program, its plan, and a pass over one body. Out: the plan, the bodies of its
 control flow rewritten by that pass; all moves in them; where versions are in calls of a
-body, and what is known of what a call is given.
+body, moves rewritten there, and what is known of what a call is given.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import replace
 from typing import TypeVar
 
@@ -62,5 +62,33 @@ def inside(
         if isinstance(step, Apply) and step.bodies:
             inner = zip(program.nodes[step.node].bodies, step.bodies, strict=True)
             step = replace(step, bodies=tuple(rewrite(p, b) for p, b in inner))
+        steps.append(step)
+    return replace(body, steps=tuple(steps))
+
+
+def rewritten(
+    body: BodyPlan,
+    sites: Set[Site],
+    rewrite: Callable[[Reshard], Reshard],
+    within: tuple[int, ...] = (),
+) -> BodyPlan:
+    """`body` with some of its moves, and of those in calls of it, rewritten.
+
+    Args:
+      body: a plan.
+      sites: where the moves are.
+      rewrite: from a move to the one in its place.
+      within: the calls that `body` is in.
+
+    Returns:
+      The plan.
+    """
+    steps: list[Step] = []
+    for step in body.steps:
+        if isinstance(step, Reshard) and (within, step.result) in sites:
+            step = rewrite(step)
+        elif isinstance(step, Apply) and len(step.bodies) == 1:
+            inner = rewritten(step.bodies[0], sites, rewrite, (*within, step.node))
+            step = replace(step, bodies=(inner,))
         steps.append(step)
     return replace(body, steps=tuple(steps))

@@ -25,6 +25,7 @@ from shardfn._schedule.loop_invariants import hoist
 from shardfn._schedule.narrow_stacks import narrow_stacks
 from shardfn._schedule.order_gathers import order_gathers
 from shardfn._schedule.order_search import search_order
+from shardfn._schedule.pad_sums import pad_sums
 from shardfn._schedule.prefetch import prefetch
 from shardfn._schedule.quantize_moves import quantize
 from shardfn._schedule.share_gathers import share_gathers
@@ -135,6 +136,7 @@ PASSES = (
         "duplicate_producers",
         lambda p, b, control, axes: duplicate_producers(p, b, axes),
     ),
+    SchedulePass("pad_sums", lambda p, b, control, axes: pad_sums(p, b, axes)),
 )
 """What `schedule` runs, in this order. `share_gathers` also moves constants out of
 loops and keeps what the forward pass gathered."""

@@ -21,7 +21,7 @@ from shardfn._core.program import Node, Program
 from shardfn._core.reasons import Note, noted
 from shardfn._core.sharding import Axes
 from shardfn._schedule.balanced_loops import is_balanced, scattered_sums
-from shardfn._schedule.bodies import Site, inside
+from shardfn._schedule.bodies import Site, inside, rewritten
 from shardfn._schedule.chain_reduce_scatters import chain_reduce_scatters
 from shardfn._schedule.delayed_sums import StackedSum, are_left_to_compiler
 from shardfn._schedule.loop_events import events
@@ -141,18 +141,10 @@ def _in_order(
     return total, sums
 
 
-def _marked(
-    body: BodyPlan, ending: set[Site], note: Note, within: tuple[int, ...] = ()
-) -> BodyPlan:
+def _marked(body: BodyPlan, ending: set[Site], note: Note) -> BodyPlan:
     """A body in which sums that end, and those of calls in it, may not be delayed."""
-    steps: list[Step] = []
-    for step in body.steps:
-        if isinstance(step, Reshard) and (within, step.result) in ending:
-            step = replace(step, undelayed=True, notes=noted(step, note))
-        elif isinstance(step, Apply) and step.bodies:
-            (*others, last) = step.bodies
-            if not others:
-                inner = _marked(last, ending, note, (*within, step.node))
-                step = replace(step, bodies=(inner,))
-        steps.append(step)
-    return replace(body, steps=tuple(steps))
+
+    def marked(step: Reshard) -> Reshard:
+        return replace(step, undelayed=True, notes=noted(step, note))
+
+    return rewritten(body, ending, marked)

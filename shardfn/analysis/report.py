@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardfn._core.errors import cannot_be
-from shardfn._core.limits import HOST_BOUND, HOST_HIDDEN, PREALLOCATED_SHARE
 from shardfn._core.memories import DEVICE, HOST
+from shardfn._core.reading_limits import HOST_BOUND, HOST_HIDDEN, PREALLOCATED_SHARE
 from shardfn._core.tuning_limits import ADVISED, ADVISED_SHARE
 from shardfn.analysis._figures import Figures
 from shardfn.analysis._html import page

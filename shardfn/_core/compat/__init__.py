@@ -203,6 +203,9 @@ from shardfn._core.compat.platforms import (
     sent_as as sent_as,
 )
 from shardfn._core.compat.platforms import (
+    sums_in_pieces as sums_in_pieces,
+)
+from shardfn._core.compat.platforms import (
     times_transfers as times_transfers,
 )
 from shardfn._core.compat.primitives import (

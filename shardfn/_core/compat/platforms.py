@@ -92,6 +92,13 @@ def times_transfers(device: Any) -> bool:
     return int(str(capability).partition(".")[0]) >= 9
 
 
+def sums_in_pieces(device: Any) -> bool:
+    """Whether the compiler reduce-scatters rows in pieces over a slice that is four
+    devices long in each of three directions, and all-reduces those that do not come out
+    even: for v5p TPUs it does, on their sparse cores."""
+    return device.device_kind in ("TPU v5", "TPU v5p")
+
+
 def misjudges_network(device: Any) -> bool:
     """Whether the compiler takes the network between hosts for slower than it is. XLA
     takes that of H100s for half as fast (`shardfn/analysis/_gpus.py`)."""

@@ -1,0 +1,99 @@
+"""Pads sums of loops whose rows TPUs cannot cut into pieces.
+
+In: a plan. Out: the plan, in which rows of those sums are longer, by whole tiles. Over
+a slice of v5ps that is four long in each direction libtpu reduce-scatters rows in
+pieces, on cores that nothing else waits for. Where the tiles of a row have a large
+prime factor, such as the 43 x 2 of 11008 columns, it has no pieces for that, and
+all-reduces the value on the core that multiplies: twice the bytes, with nothing beside
+them. A few more tiles cost less.
+"""
+
+import math
+from dataclasses import replace
+
+from shardfn._core.limits import CHAINED_BYTES, SUM_DEVICES, SUM_PIECES, TPU_TILE
+from shardfn._core.moves import ReduceScatter
+from shardfn._core.plan import Apply, BodyPlan, Reshard, Step
+from shardfn._core.program import Program
+from shardfn._core.reasons import Note, noted
+from shardfn._core.sharding import Axes, Split, along, local_shape
+from shardfn._schedule.balanced_loops import scattered_sums
+from shardfn._schedule.bodies import inside, rewritten
+
+
+def pad_sums(program: Program, body: BodyPlan, axes: Axes) -> BodyPlan:
+    """Makes rows of sums that a loop stacks longer, where that lets them be scattered.
+
+    Args:
+      program: the program.
+      body: its plan.
+      axes: the mesh axes.
+
+    Returns:
+      The plan; the same where the compiler reduce-scatters rows of any length.
+    """
+    if not axes.sums_in_pieces:
+        return body
+    body = inside(program, body, lambda p, b: pad_sums(p, b, axes))
+    steps: list[Step] = []
+    for step in body.steps:
+        if isinstance(step, Apply):
+            sums = scattered_sums(program.nodes[step.node], step)
+            if sums:
+                (inner,) = step.bodies
+                inner = rewritten(inner, sums.keys(), lambda s: _padded(s, axes))
+                step = replace(step, bodies=(inner,))
+        steps.append(step)
+    return replace(body, steps=tuple(steps))
+
+
+def _padded(step: Reshard, axes: Axes) -> Reshard:
+    """A sum, with rows that can be cut into pieces."""
+    dim = _row(step, axes)
+    if dim is None:
+        return step
+    devices = along(step.path[-1], step.moves[0].axis, axes)
+    size = math.prod(step.shape) * step.itemsize
+    if devices < SUM_DEVICES or 2 * devices > SUM_PIECES or size < CHAINED_BYTES:
+        return step
+    tile = TPU_TILE[-1]
+    tiles = least = -(-step.shape[dim] // tile)
+    while devices * _largest_prime(tiles) > SUM_PIECES:
+        tiles += 1
+    if tiles == least:
+        return step
+    shape = (*step.shape[:dim], tiles * tile, *step.shape[dim + 1 :])
+    text = (
+        f"is padded from {step.shape[dim]} to {shape[dim]} along dimension {dim}: over "
+        f"{devices} TPUs (limits.SUM_DEVICES: {SUM_DEVICES} or more) rows of {least} "
+        f"tiles, of which {_largest_prime(least)} is a prime factor, cannot be summed "
+        f"in pieces (limits.SUM_PIECES: {SUM_PIECES})"
+    )
+    notes = noted(step, Note("pad_sums", text))
+    return replace(step, shape=shape, padded=dim, notes=notes)
+
+
+def _row(step: Reshard, axes: Axes) -> int | None:
+    """The last dimension that the one reduce-scatter of a sum does not split, if no
+    device splits it."""
+    if step.together is not None or step.auto or any(step.written):
+        return None
+    if len(step.moves) != 1 or type(step.moves[0]) is not ReduceScatter:
+        return None
+    goal = step.moves[0].goal
+    assert isinstance(goal, Split)
+    rows = [d for d in range(len(step.shape)) if d != goal.dim]
+    if not rows or local_shape(step.shape, step.path[0], axes) != step.shape:
+        return None
+    return rows[-1]
+
+
+def _largest_prime(n: int) -> int:
+    """The largest prime factor of a number; 1 of 1."""
+    largest, factor = 1, 2
+    while factor * factor <= n:
+        if n % factor:
+            factor += 1
+        else:
+            n, largest = n // factor, factor
+    return max(n, largest)

@@ -1,0 +1,174 @@
+"""In: loops over layers whose gradients have rows of several lengths. Out: the sums
+that are padded, the plain step's numbers, and programs compiled for v5ps, in which they
+are reduce-scattered, as those of other rows are without it.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from compilers import aot
+from plan_helpers import cpu_mesh
+
+import shardfn
+from shardfn._core import compat
+from shardfn._schedule import pad_sums, quantize_moves
+from shardfn._schedule.bodies import all_moves
+from shardfn.analysis import targets
+from shardfn.testing import assert_parity
+
+V5PS = "tpu:v5p:4x4x4"
+LAYERS = 3
+OPTIONS: dict[str, Any] = {"stationary": False, "min_size": 8}
+
+
+@pytest.fixture
+def pieces(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """CPUs are planned for as large slices of v5ps are: rows of tiles whose largest
+    prime factor is 3 can be summed over eight devices."""
+    monkeypatch.setattr(compat, "sums_in_pieces", lambda device: True)
+    monkeypatch.setattr(pad_sums, "SUM_DEVICES", 8)
+    monkeypatch.setattr(pad_sums, "SUM_PIECES", 3 * 8)
+    monkeypatch.setattr(pad_sums, "CHAINED_BYTES", 2**12)
+    monkeypatch.setattr(pad_sums, "TPU_TILE", (1, 8))
+    return monkeypatch
+
+
+def train(state: Any, x: jax.Array) -> Any:
+    """A step that trains layers of two products each."""
+
+    def layer(h: jax.Array, w: Any) -> tuple[jax.Array, None]:
+        inner = jnp.tanh(h @ w["wide"].astype(h.dtype))
+        return h + inner @ w["back"].astype(h.dtype), None
+
+    def loss_fn(state: Any) -> jax.Array:
+        h, _ = jax.lax.scan(jax.checkpoint(layer), x, state)
+        return jnp.mean(h.astype(jnp.float32) ** 2)
+
+    loss, grads = jax.value_and_grad(loss_fn)(state)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, state, grads), loss
+
+
+def weights(width: int, hidden: int, make: Any = jnp.ones) -> Any:
+    return {
+        "wide": make((LAYERS, width, hidden), jnp.float32),
+        "back": make((LAYERS, hidden, width), jnp.float32),
+    }
+
+
+def padded(step: Any, *args: Any) -> list[tuple[int | None, tuple[int, ...]]]:
+    """Along which dimension sums are padded, and to which shapes."""
+    moves = all_moves(step.plan(*args).body)
+    return [(m.padded, m.shape) for m in moves if m.padded is not None]
+
+
+@pytest.mark.parametrize(
+    "hidden, sizes",
+    [
+        (40, [48, 48]),  # 5 tiles
+        (37, [48, 48]),  # 5 as well, of which the last is not full
+        (48, []),
+        (104, [128]),  # 13, and 14 and 15 are no better; the other is split along them
+    ],
+)
+def test_rows_with_a_large_prime_factor_are_padded(
+    pieces: pytest.MonkeyPatch, hidden: int, sizes: list[int]
+) -> None:
+    step = shardfn.fully_shard(train, cpu_mesh(8), **OPTIONS)
+    args = weights(64, hidden), jnp.ones((16, 64))
+    assert sorted(shape[dim] for dim, shape in padded(step, *args)) == sizes
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("SUM_DEVICES", 9),
+        ("SUM_PIECES", 5 * 8),
+        ("SUM_PIECES", 2 * 8 - 1),  # no row can be summed in pieces
+        ("CHAINED_BYTES", 64 * 40 * 4 + 1),
+    ],
+)
+def test_those_of_few_devices_or_bytes_are_not(
+    pieces: pytest.MonkeyPatch, name: str, value: int
+) -> None:
+    args = weights(64, 40), jnp.ones((16, 64))
+    assert padded(shardfn.fully_shard(train, cpu_mesh(8), **OPTIONS), *args)
+    pieces.setattr(pad_sums, name, value)
+    assert not padded(shardfn.fully_shard(train, cpu_mesh(8), **OPTIONS), *args)
+
+
+@pytest.mark.parametrize(
+    "mesh, options",
+    [((2, 4), {}), ((8,), {"reduce_dtype": "int8", "quantize_block": 8})],
+    ids=["over replicas too", "quantized"],
+)
+def test_other_moves_are_not(
+    pieces: pytest.MonkeyPatch, mesh: tuple[int, ...], options: dict[str, Any]
+) -> None:
+    pieces.setattr(quantize_moves, "QUANTIZED_ELEMENTS", 1)
+    mesh = cpu_mesh(*mesh)
+    options = {**OPTIONS, "axis": mesh.axis_names, **options}
+    step = shardfn.fully_shard(train, mesh, **options)
+    args = weights(64, 40), jnp.ones((16, 64))
+    assert not padded(step, *args)
+    moves = [m for m in step.plan(*args).collectives if m.phase == "backward"]
+    assert {m.op for m in moves} & {"all_reduce", "all_to_all"}
+
+
+def test_elsewhere_none_is() -> None:
+    args = weights(64, 40), jnp.ones((16, 64))
+    assert not padded(shardfn.fully_shard(train, cpu_mesh(8), **OPTIONS), *args)
+
+
+def test_a_plan_says_so(pieces: pytest.MonkeyPatch) -> None:
+    """With the bytes that are sent; and the compiled program sends as many."""
+    step = shardfn.fully_shard(train, cpu_mesh(8), **OPTIONS)
+    args = weights(64, 40), jnp.ones((16, 64))
+    plan = step.plan(*args)
+    sums = [c for c in plan.collectives if c.op == "psum_scatter"]
+    (line,) = [c for c in sums if c.path == "wide"]
+    assert line.shape == (48, 64)
+    assert line.wire_bytes == 48 * 64 * 4 * 7 // 8
+    said = plan.explain("wide")
+    assert "is padded from 40 to 48 along dimension 0: over 8 TPUs " in said
+    assert "rows of 5 tiles, of which 5 is a prime factor, cannot be summed in " in said
+    assert "(limits.SUM_PIECES: 24)" in said
+    assert plan.verify(step.lower(*args).compile()).ok
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("hidden", [37, 40])
+def test_steps_compute_what_the_plain_one_does(
+    pieces: pytest.MonkeyPatch, hidden: int, dtype: str
+) -> None:
+    keys = iter(jax.random.split(jax.random.key(0), 3))
+    state = weights(64, hidden, lambda *a: jax.random.normal(next(keys), *a) / 8)
+    x = jax.random.normal(next(keys), (16, 64), dtype)
+    step = shardfn.fully_shard(train, cpu_mesh(8), **OPTIONS)
+    assert padded(step, state, x)
+    assert_parity(train, cpu_mesh(8), state, x, steps=3, **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    "target, tiles, pads, becomes",
+    [
+        aot(V5PS, 29, True, "present"),
+        aot(V5PS, 29, False, "missing", exhaustive=True),
+        aot(V5PS, 23, True, "present", exhaustive=True),
+    ],
+)
+def test_tpus_reduce_scatter_them(
+    monkeypatch: pytest.MonkeyPatch, target: str, tiles: int, pads: bool, becomes: str
+) -> None:
+    """Once those with 29 tiles are scattered without it, the pass can go."""
+    monkeypatch.setattr(compat, "sums_in_pieces", lambda device: pads)
+    mesh = targets.mesh(target)
+    state = weights(1024, 128 * tiles, jax.ShapeDtypeStruct)
+    x = jax.ShapeDtypeStruct((4 * mesh.size, 256, 1024), jnp.bfloat16)
+    step = shardfn.fully_shard(train, mesh, **OPTIONS)
+    assert len(padded(step, state, x)) == (pads and tiles == 29)
+    checked = step.plan(state, x).verify(step.lower(state, x).compile())
+    sums = [c for c in checked.lines if c.line.op == "psum_scatter"]
+    (found,) = [c for c in sums if c.line.path == "wide"]
+    assert found.status == becomes
