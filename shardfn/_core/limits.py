@@ -202,8 +202,8 @@ DUPLICATED_READS = 3
 """How many times its bytes may be read to make it: as two products do instead then."""
 
 SUM_DEVICES = 64
-"""Devices from which on a slice of v5ps may be four long in each direction. Over 32 and
-fewer libtpu reduce-scatters rows of any length, and pads them itself where it has to."""
+"""Devices from which on a slice of v5ps may be four long in each direction. Over fewer
+libtpu reduce-scatters rows of any length, and pads them itself where it has to."""
 
 SUM_PIECES = 1700
 """Devices times the largest prime factor of a row's tiles, up to which libtpu (0.0.42,

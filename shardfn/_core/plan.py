@@ -123,8 +123,8 @@ class Apply:
       bodies: plans of control flow bodies.
       fallback: whether it runs on gathered operands, as it has no rule; place: where.
       times: how often a body runs per run of this step (scan length), None if unknown.
-      imports, exports: versions that a scan's or remat's body imports, and those made of
-        what it exports: a scan slices and stacks them.
+      imports, exports: versions that a scan's or remat's body imports, and those that
+        are made of what it exports: a scan slices and stacks them.
       ahead: parts of a scan's body that run in an earlier iteration. The body imports
         what they export, after what the scan imports.
       early: operands outside of a remat's barrier: their gathers wait for imports.
