@@ -75,15 +75,15 @@ def _padded(step: Reshard, axes: Axes) -> Reshard:
 
 def _row(step: Reshard, axes: Axes) -> int | None:
     """The last dimension that the one reduce-scatter of a sum does not split, if no
-    device splits it."""
+    device splits it; what is scattered flattened has no rows."""
     if step.together is not None or step.auto or any(step.written):
         return None
     if len(step.moves) != 1 or type(step.moves[0]) is not ReduceScatter:
         return None
-    goal = step.moves[0].goal
+    goal, whole = step.moves[0].goal, local_shape(step.shape, step.path[0], axes)
     assert isinstance(goal, Split)
     rows = [d for d in range(len(step.shape)) if d != goal.dim]
-    if not rows or local_shape(step.shape, step.path[0], axes) != step.shape:
+    if goal.dim < 0 or not rows or whole != step.shape:
         return None
     return rows[-1]
 

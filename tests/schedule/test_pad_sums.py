@@ -7,12 +7,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import programs
 import pytest
 from compilers import aot
-from plan_helpers import cpu_mesh
+from plan_helpers import cpu_mesh, shard
 
 import shardfn
 from shardfn._core import compat
+from shardfn._core.plan import Reshard
+from shardfn._core.sharding import Split, is_unreduced
 from shardfn._schedule import pad_sums, quantize_moves
 from shardfn._schedule.bodies import all_moves
 from shardfn.analysis import targets
@@ -107,13 +110,28 @@ def test_other_moves_are_not(
     pieces: pytest.MonkeyPatch, mesh: tuple[int, ...], options: dict[str, Any]
 ) -> None:
     pieces.setattr(quantize_moves, "QUANTIZED_ELEMENTS", 1)
-    mesh = cpu_mesh(*mesh)
-    options = {**OPTIONS, "axis": mesh.axis_names, **options}
-    step = shardfn.fully_shard(train, mesh, **options)
+    devices = cpu_mesh(*mesh)
+    options = {**OPTIONS, "axis": devices.axis_names, **options}
+    step = shardfn.fully_shard(train, devices, **options)
     args = weights(64, 40), jnp.ones((16, 64))
     assert not padded(step, *args)
     moves = [m for m in step.plan(*args).collectives if m.phase == "backward"]
     assert {m.op for m in moves} & {"all_reduce", "all_to_all"}
+
+
+@pytest.mark.standard_promotion
+def test_what_is_scattered_flattened_is_not(pieces: pytest.MonkeyPatch) -> None:
+    """It has no rows."""
+    pieces.setattr(pad_sums, "TPU_TILE", (1, 1))
+    sharded = shard(programs.get("gpt_scan_remat"), cpu_mesh(8), min_size=8)
+    sums = [m for m in all_moves(sharded.plan.body) if summed_flat(m)]
+    assert (163, 36) in {m.shape for m in sums}
+    assert all(m.padded is None for m in sums)
+
+
+def summed_flat(step: Reshard) -> bool:
+    ends = [s for s in step.path[-1] if isinstance(s, Split)]
+    return any(s.dim < 0 for s in ends) and is_unreduced(step.path[0])
 
 
 def test_elsewhere_none_is() -> None:
