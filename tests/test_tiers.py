@@ -77,7 +77,8 @@ def test_exhaustive_tests_run_last_and_while_there_is_time(
     pytester: pytest.Pytester,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delenv("SHARDFN_EXHAUSTIVE_UNTIL", raising=False)
+    for name in ("SHARDFN_EXHAUSTIVE_UNTIL", "PYTEST_XDIST_WORKER_COUNT"):
+        monkeypatch.delenv(name, raising=False)
     if until is not None:
         monkeypatch.setenv("SHARDFN_EXHAUSTIVE_UNTIL", until)
     _project(pytester, IN_TURN)
@@ -88,6 +89,25 @@ def test_exhaustive_tests_run_last_and_while_there_is_time(
     if "skipped" in outcomes:
         run.stdout.fnmatch_lines("*the time for those is over (SHARDFN_EXHAUSTIVE*")
     pytester.runpytest("-q").assert_outcomes(passed=2, deselected=2)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("quick, rest", [(10, 30), (30, 10), (7, 0), (0, 5), (1, 1)])
+def test_each_worker_begins_with_quick_ones(
+    quick: int, rest: int, workers: int
+) -> None:
+    every = [f"q{i}" for i in range(quick)], [f"r{i}" for i in range(rest)]
+    found = tiers.dealt(*every, workers)
+    assert sorted(found) == sorted([*every[0], *every[1]])
+    assert [x for x in found if x[0] == "q"] == every[0]
+    at, counts = 0, []
+    for left in range(workers, 0, -1):
+        part = found[at : at + (len(found) - at) // left]
+        at += len(part)
+        kinds = [x[0] for x in part]
+        assert kinds == sorted(kinds)
+        counts.append(kinds.count("q"))
+    assert max(counts) - min(counts) <= 1 or quick > rest
 
 
 def _project(pytester: pytest.Pytester, tests: str) -> None:

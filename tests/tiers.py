@@ -8,9 +8,11 @@ import os
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
+
+T = TypeVar("T")
 
 
 def tiered(values: Iterable[str], quick: Collection[str]) -> list[Any]:
@@ -37,8 +39,25 @@ def mark_exhaustive(items: Sequence[pytest.Item]) -> None:
 
 
 def quick_first(items: list[pytest.Item]) -> None:
-    """Moves exhaustive tests behind the others, and keeps the order of both."""
-    items.sort(key=lambda item: item.get_closest_marker("exhaustive") is not None)
+    """Moves exhaustive tests behind the others, in what each worker begins with."""
+    marked = [item.get_closest_marker("exhaustive") is not None for item in items]
+    quick = [item for item, rest in zip(items, marked, strict=True) if not rest]
+    rest = [item for item, rest in zip(items, marked, strict=True) if rest]
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    items[:] = dealt(quick, rest, workers)
+
+
+def dealt(quick: Sequence[T], rest: Sequence[T], workers: int) -> list[T]:
+    """All of both, of which each worker's part, as `worksteal` cuts it, has some of
+    `quick` first: pytest-xdist gives each as many tests, one after the other, and the
+    last of those to a worker that has none left."""
+    found: list[T] = []
+    for left in range(workers, 0, -1):
+        size = (len(quick) + len(rest)) // left
+        own = min(-(-len(quick) // left), size)
+        found += [*quick[:own], *rest[: size - own]]
+        quick, rest = quick[own:], rest[size - own :]
+    return found
 
 
 def out_of_time(item: pytest.Item) -> str | None:

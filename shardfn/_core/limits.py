@@ -10,7 +10,7 @@ from fractions import Fraction
 
 PADDING_SHARE = 0.01
 """The most that padding may add to a leaf along the dimension that is split, as a part
-of it; a leaf of which it would be more is stored flattened."""
+of it; others are stored flattened."""
 
 FEATURE_ELEMENTS = 128
 """Elements from which on a dimension is taken for one of features, of which the first
@@ -177,8 +177,7 @@ BALANCED_SHARE = Fraction(2, 5)
 
 SUMS_PART = 2**19
 """Bytes of a sum that stay on a device, or of a weight that come from it, from which on
-a collective of its own is more transfer than latency. With half of it and less,
-T5-11B on 512 H100s would take 6% longer."""
+a collective is more transfer than latency. With half, T5 on 512 takes 6% longer."""
 
 SUMS_TIME = 1
 """How long the sums of a loop's iteration are taken to last, as a multiple of its
@@ -201,13 +200,16 @@ head: two tiles of a TPU. With more, it would make each element several times.""
 DUPLICATED_READS = 3
 """How many times its bytes may be read to make it: as two products do instead then."""
 
-SUM_DEVICES = 64
-"""Devices from which on a slice of v5ps may be four long in each direction. Over fewer
-libtpu reduce-scatters rows of any length, and pads them itself where it has to."""
+PIECES_DEVICES = 64
+"""Devices from which on a v5p slice may be four long in each direction. Over fewer
+libtpu reduce-scatters rows of any length."""
 
-SUM_PIECES = 1700
+PIECES_MOST = 1700
 """Devices times the largest prime factor of a row's tiles, up to which libtpu (0.0.42,
 0.0.50) reduce-scatters rows over such a slice: 23 x 64 and 13 x 128, not 29 x 64."""
+
+PIECES_PADDING = Fraction(1, 8)
+"""The most that rows are padded for that, as a part of them."""
 
 # What a plan warns of
 

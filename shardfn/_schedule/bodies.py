@@ -72,13 +72,13 @@ def rewritten(
     rewrite: Callable[[Reshard], Reshard],
     within: tuple[int, ...] = (),
 ) -> BodyPlan:
-    """`body` with some of its moves, and of those in calls of it, rewritten.
+    """`body` with the moves at some sites rewritten, also those in what it calls.
 
     Args:
       body: a plan.
-      sites: where the moves are.
+      sites: where the moves are, from `body` inwards.
       rewrite: from a move to the one in its place.
-      within: the calls that `body` is in.
+      within: the calls that this body is in, where the function calls itself.
 
     Returns:
       The plan.

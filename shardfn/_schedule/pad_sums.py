@@ -11,7 +11,13 @@ them. A few more tiles cost less.
 import math
 from dataclasses import replace
 
-from shardfn._core.limits import CHAINED_BYTES, SUM_DEVICES, SUM_PIECES, TPU_TILE
+from shardfn._core.limits import (
+    CHAINED_BYTES,
+    PIECES_DEVICES,
+    PIECES_MOST,
+    PIECES_PADDING,
+    TPU_TILE,
+)
 from shardfn._core.moves import ReduceScatter
 from shardfn._core.plan import Apply, BodyPlan, Reshard, Step
 from shardfn._core.program import Program
@@ -54,29 +60,36 @@ def _padded(step: Reshard, axes: Axes) -> Reshard:
         return step
     devices = along(step.path[-1], step.moves[0].axis, axes)
     size = math.prod(step.shape) * step.itemsize
-    if devices < SUM_DEVICES or 2 * devices > SUM_PIECES or size < CHAINED_BYTES:
+    if devices < PIECES_DEVICES or size < CHAINED_BYTES:
         return step
     tile = TPU_TILE[-1]
-    tiles = least = -(-step.shape[dim] // tile)
-    while devices * _largest_prime(tiles) > SUM_PIECES:
-        tiles += 1
+    least = -(-step.shape[dim] // tile)
+    most = least + int(PIECES_PADDING * least)
+    fitting = (n for n in range(least, most + 1) if fits_pieces(n, devices))
+    tiles = next(fitting, least)
     if tiles == least:
         return step
     shape = (*step.shape[:dim], tiles * tile, *step.shape[dim + 1 :])
     text = (
-        f"is padded from {step.shape[dim]} to {shape[dim]} along dimension {dim}: over "
-        f"{devices} TPUs (limits.SUM_DEVICES: {SUM_DEVICES} or more) rows of {least} "
-        f"tiles, of which {_largest_prime(least)} is a prime factor, cannot be summed "
-        f"in pieces (limits.SUM_PIECES: {SUM_PIECES})"
+        f"is padded from {step.shape[dim]} to {shape[dim]} along dimension {dim} "
+        f"(limits.PIECES_PADDING: {PIECES_PADDING} at most): over {devices} TPUs "
+        f"(limits.PIECES_DEVICES: {PIECES_DEVICES} or more) rows of {least} tiles, "
+        f"with the prime factor {_largest_prime(least)}, cannot be summed in pieces "
+        f"(limits.PIECES_MOST: {PIECES_MOST})"
     )
     notes = noted(step, Note("pad_sums", text))
     return replace(step, shape=shape, padded=dim, notes=notes)
 
 
+def fits_pieces(tiles: int, devices: int) -> bool:
+    """Whether rows of so many tiles are reduce-scattered over so many devices."""
+    return devices * _largest_prime(tiles) <= PIECES_MOST
+
+
 def _row(step: Reshard, axes: Axes) -> int | None:
     """The last dimension that the one reduce-scatter of a sum does not split, if no
     device splits it; what is scattered flattened has no rows."""
-    if step.together is not None or step.auto or any(step.written):
+    if step.together is not None or step.auto:
         return None
     if len(step.moves) != 1 or type(step.moves[0]) is not ReduceScatter:
         return None
