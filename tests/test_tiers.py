@@ -47,6 +47,13 @@ def test_turn(x):
 """
 
 
+@pytest.fixture(autouse=True)
+def unlimited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What these tests run is one worker's, and has time, whatever runs these."""
+    for name in ("SHARDFN_EXHAUSTIVE_UNTIL", "PYTEST_XDIST_WORKER_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+
+
 @pytest.mark.parametrize("count, most", [(1, 4), (2, 8), (3, 16)])
 def test_any_values_meet_in_a_quick_run(
     count: int, most: int, pytester: pytest.Pytester
@@ -77,8 +84,6 @@ def test_exhaustive_tests_run_last_and_while_there_is_time(
     pytester: pytest.Pytester,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in ("SHARDFN_EXHAUSTIVE_UNTIL", "PYTEST_XDIST_WORKER_COUNT"):
-        monkeypatch.delenv(name, raising=False)
     if until is not None:
         monkeypatch.setenv("SHARDFN_EXHAUSTIVE_UNTIL", until)
     _project(pytester, IN_TURN)
