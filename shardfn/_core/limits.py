@@ -10,7 +10,7 @@ from fractions import Fraction
 
 PADDING_SHARE = 0.01
 """The most that padding may add to a leaf along the dimension that is split, as a part
-of it; others are stored flattened."""
+of it; a leaf of which it would be more is stored flattened."""
 
 FEATURE_ELEMENTS = 128
 """Elements from which on a dimension is taken for one of features, of which the first
@@ -177,7 +177,8 @@ BALANCED_SHARE = Fraction(2, 5)
 
 SUMS_PART = 2**19
 """Bytes of a sum that stay on a device, or of a weight that come from it, from which on
-a collective is more transfer than latency. With half, T5 on 512 takes 6% longer."""
+a collective of its own is more transfer than latency. With half of it and less,
+T5-11B on 512 H100s would take 6% longer."""
 
 SUMS_TIME = 1
 """How long the sums of a loop's iteration are taken to last, as a multiple of its
@@ -201,8 +202,7 @@ DUPLICATED_READS = 3
 """How many times its bytes may be read to make it: as two products do instead then."""
 
 PIECES_DEVICES = 64
-"""Devices from which on a v5p slice may be four long in each direction. Over fewer
-libtpu reduce-scatters rows of any length."""
+"""Of a v5p slice that may be four long in each direction; fewer scatter any rows."""
 
 PIECES_MOST = 1700
 """Devices times the largest prime factor of a row's tiles, up to which libtpu (0.0.42,

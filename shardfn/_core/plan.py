@@ -2,8 +2,8 @@
 
 In: what `propagate` writes and passes rewrite. Out: what `emit` follows.
 
-A `BodyPlan` is straight-line: `Reshard` steps make a version of a value in another
-sharding, `Apply` steps run a node of the program on such versions.
+A `BodyPlan` is straight-line: `Reshard` steps make a new version of a value in another
+sharding, `Apply` steps run one node of the program on such versions.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ class Reshard:
       source: the version that is moved.
       result: the version it makes.
       path: shardings from the first to the last, neighbours one move apart.
-      shape, dtype: global shape, and name of the dtype, as moved; mostly the value's.
+      shape, dtype: global shape and dtype's name on the wire; usually the value's own.
       written: how the value is quantized over each mesh axis; empty if it is not.
       in_bits: what it makes stays quantized.
       residual: a version that it makes, too: what quantizing took from its terms.
@@ -101,8 +101,8 @@ class Reshard:
     @property
     def takes_bits(self) -> bool:
         """Whether it moves elements and scales as they come, if they come so."""
-        packs = any(move.packed_as for move in self.moves[:1])
-        return (self.in_bits or packs) and not self.auto
+        takes = self.in_bits or any(move.packed_as for move in self.moves[:1])
+        return takes and not self.auto
 
     @property
     def gathers_state(self) -> bool:
@@ -123,8 +123,8 @@ class Apply:
       bodies: plans of control flow bodies.
       fallback: whether it runs on gathered operands, as it has no rule; place: where.
       times: how often a body runs per run of this step (scan length), None if unknown.
-      imports, exports: versions that a scan's or remat's body imports, and those that
-        are made of what it exports: a scan slices and stacks them.
+      imports: versions that the body of a scan or remat imports: a scan slices them.
+      exports: versions made of what that body exports: a scan stacks it.
       ahead: parts of a scan's body that run in an earlier iteration. The body imports
         what they export, after what the scan imports.
       early: operands outside of a remat's barrier: their gathers wait for imports.
@@ -264,7 +264,7 @@ class BodyPlan:
       exports: versions that are handed out besides the outputs.
       handed: of a loop's, versions that a later iteration gets (`Ahead`).
       duplicated: versions that each product that reads them makes itself.
-      on_host, to_host: arguments that arrive in, and outputs that leave by, the host's.
+      on_host, to_host: arguments that arrive, and outputs that leave, in host memory.
       aliased: outputs that are written over arguments, if those are donated.
       host: what is run in place of the steps if there are any.
     """

@@ -1,4 +1,4 @@
-"""How much of a compiled program is read, and how closely.
+"""How much of a compiled program is read, how closely, and what reports call it.
 
 In: nothing. Out: numbers, each with its unit and its reason. None of them changes a
 plan.

@@ -84,7 +84,7 @@ class Axes:
     `profiled`, that it is given how long each takes.
     `fuses_producers` says that the compiler makes an operand inside of the product that
     reads it, as TPUs' does.
-    `sums_in_pieces`: it all-reduces rows that it cannot cut in pieces, on large slices.
+    `sums_in_pieces` says that on large slices it all-reduces rows that it cannot cut.
     `hides_network` says that what a loop sends between hosts can take as long as what
     it computes, if it computes `limits.SUMS_FLOPS` for each byte.
     `kinds` are what the axes are for: the default ones, if none are given.

@@ -227,6 +227,10 @@ def test_steps_compute_what_the_plain_one_does(
         aot(V5PS, 29, True, True),
         aot(V5PS, 29, False, False, exhaustive=True),
         aot(V5PS, 23, True, True, exhaustive=True),
+        aot("tpu:v5p:4x4x8", 13, False, True, exhaustive=True),
+        aot("tpu:v5p:4x4x8", 23, False, False, exhaustive=True),
+        aot("tpu:v5p:8x8x8", 3, False, True, exhaustive=True),
+        aot("tpu:v5p:8x8x8", 5, False, False, exhaustive=True),
     ],
 )
 def test_tpus_reduce_scatter_them(
@@ -235,11 +239,12 @@ def test_tpus_reduce_scatter_them(
     """Once those with 29 tiles are scattered without it, the pass can go."""
     monkeypatch.setattr(compat, "sums_in_pieces", lambda device: pads)
     mesh = targets.mesh(target)
-    state = weights(1024, 128 * tiles, jax.ShapeDtypeStruct)
-    x = jax.ShapeDtypeStruct((4 * mesh.size, 256, 1024), jnp.bfloat16)
+    width = 16 * mesh.size
+    state = weights(width, 128 * tiles, jax.ShapeDtypeStruct)
+    x = jax.ShapeDtypeStruct((4 * mesh.size, 256, width), jnp.bfloat16)
     step = shardfn.fully_shard(train, mesh, **OPTIONS)
     assert len(padded(step, state, x)) == (pads and tiles == 29)
     text = step.lower(state, x).compile().as_text() or ""
-    large = [c.op for c in read_collectives(text) if c.elements >= 1024 * 128 * tiles]
+    large = [c.op for c in read_collectives(text) if c.elements >= width * 128 * tiles]
     assert ("all_reduce" in large) != scatters
-    assert "psum_scatter" in large
+    assert "psum_scatter" in large or not scatters
