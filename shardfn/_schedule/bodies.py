@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step
-from shardfn._core.program import Program
+from shardfn._core.program import Node, Program
 
 T = TypeVar("T")
 
@@ -64,6 +64,28 @@ def inside(
             step = replace(step, bodies=tuple(rewrite(p, b) for p, b in inner))
         steps.append(step)
     return replace(body, steps=tuple(steps))
+
+
+def with_nodes(
+    program: Program, body: BodyPlan, rewrite: Callable[[Node, Apply], Apply]
+) -> BodyPlan:
+    """`body` with what runs its nodes rewritten.
+
+    Args:
+      program: the program.
+      body: its plan.
+      rewrite: makes the plan of a node of it.
+
+    Returns:
+      The plan.
+    """
+    return replace(
+        body,
+        steps=tuple(
+            rewrite(program.nodes[step.node], step) if isinstance(step, Apply) else step
+            for step in body.steps
+        ),
+    )
 
 
 def rewritten(

@@ -20,7 +20,7 @@ from shardfn._schedule.balanced_loops import (
     is_balanced,
     scattered_sums,
 )
-from shardfn._schedule.bodies import all_moves, given_to, inside
+from shardfn._schedule.bodies import all_moves, given_to, inside, with_nodes
 from shardfn._schedule.coming_gathers import among_the_rest
 from shardfn._schedule.first_uses import first_uses, gathered_ahead, waits_for
 
@@ -75,12 +75,7 @@ def order_gathers(program: Program, body: BodyPlan, axes: Axes) -> BodyPlan:
     if not axes.times_transfers:
         return body
     body = inside(program, body, lambda p, b: order_gathers(p, b, axes))
-    steps: list[Step] = []
-    for step in body.steps:
-        if isinstance(step, Apply):
-            step = _ordered(program.nodes[step.node], step, axes)
-        steps.append(step)
-    return replace(body, steps=tuple(steps))
+    return with_nodes(program, body, lambda node, loop: _ordered(node, loop, axes))
 
 
 def _ordered(node: Node, loop: Apply, axes: Axes) -> Apply:

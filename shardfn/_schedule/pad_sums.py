@@ -19,12 +19,12 @@ from shardfn._core.limits import (
     TPU_TILE,
 )
 from shardfn._core.moves import ReduceScatter
-from shardfn._core.plan import Apply, BodyPlan, Reshard, Step
-from shardfn._core.program import Program
+from shardfn._core.plan import Apply, BodyPlan, Reshard
+from shardfn._core.program import Node, Program
 from shardfn._core.reasons import Note, noted
 from shardfn._core.sharding import Axes, Split, along, local_shape
 from shardfn._schedule.balanced_loops import scattered_sums
-from shardfn._schedule.bodies import inside, rewritten
+from shardfn._schedule.bodies import inside, rewritten, with_nodes
 
 
 def pad_sums(program: Program, body: BodyPlan, axes: Axes) -> BodyPlan:
@@ -41,16 +41,16 @@ def pad_sums(program: Program, body: BodyPlan, axes: Axes) -> BodyPlan:
     if not axes.sums_in_pieces:
         return body
     body = inside(program, body, lambda p, b: pad_sums(p, b, axes))
-    steps: list[Step] = []
-    for step in body.steps:
-        if isinstance(step, Apply):
-            sums = scattered_sums(program.nodes[step.node], step)
-            if sums:
-                (inner,) = step.bodies
-                inner = rewritten(inner, sums.keys(), lambda s: _padded(s, axes))
-                step = replace(step, bodies=(inner,))
-        steps.append(step)
-    return replace(body, steps=tuple(steps))
+
+    def with_padded(node: Node, loop: Apply) -> Apply:
+        sums = scattered_sums(node, loop)
+        if not sums:
+            return loop
+        (inner,) = loop.bodies
+        inner = rewritten(inner, sums.keys(), lambda step: _padded(step, axes))
+        return replace(loop, bodies=(inner,))
+
+    return with_nodes(program, body, with_padded)
 
 
 def _padded(step: Reshard, axes: Axes) -> Reshard:
