@@ -1,4 +1,5 @@
-"""How much of a compiled program is read, how closely, and what reports call it.
+"""How much of a compiled program is read, how closely, and what reports call it; and
+when its results count as equal to the plain step's.
 
 In: nothing. Out: numbers, each with its unit and its reason. None of them changes a
 plan.
@@ -32,3 +33,17 @@ calls the step bound by that link."""
 
 HOST_HIDDEN = 0.005
 """The same below which it calls them hidden: less than what data sheets round."""
+
+# When a sharded step counts as equal to the plain one
+
+SMALLEST_NORM = 1e-6
+"""A leaf of a smaller norm counts as zero: its difference is compared as it is."""
+
+ROUNDING_TRIALS = 4
+"""Ways of rounding that are tried, to know how much a leaf depends on it."""
+
+ROUNDING_FACTOR = 4
+"""How many times the change by rounding a leaf may differ."""
+
+DECIDED_BY_ROUNDING = 0.1
+"""A leaf that rounding moves by more is not compared to any use."""

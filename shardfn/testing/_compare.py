@@ -16,7 +16,7 @@ import numpy as np
 
 from shardfn._core import compat
 from shardfn._core.leaves import path_name
-from shardfn._core.limits import SMALLEST_NORM
+from shardfn._core.reading_limits import SMALLEST_NORM
 
 NO_NOISE: Mapping[str, float] = MappingProxyType({})
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardfn._core.limits import ROUNDING_TRIALS
+from shardfn._core.reading_limits import ROUNDING_TRIALS
 from shardfn.testing._compare import Snapshot, relative_error, snapshot
 from shardfn.testing._other_casts import casting_otherwise
 

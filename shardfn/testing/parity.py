@@ -18,7 +18,7 @@ from shardfn._api.options import Options
 from shardfn._api.sharded_step import ShardedStep
 from shardfn._core import processes
 from shardfn._core.errors import call_site, calling, names_call, warn
-from shardfn._core.limits import DECIDED_BY_ROUNDING, ROUNDING_FACTOR
+from shardfn._core.reading_limits import DECIDED_BY_ROUNDING, ROUNDING_FACTOR
 from shardfn._core.sharding import show
 from shardfn._core.shown_limits import SHOWN_LEAVES
 from shardfn._core.static_leaves import close_static
