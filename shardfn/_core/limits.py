@@ -190,6 +190,10 @@ NARROW_STACKS = 0.04
 """The part of what a step takes of a device that stacks have to save to be cast behind
 their loops: below, 0% to 4% of temporary memory, above, 7% to 22%. Steps vary by 3%."""
 
+FREED_BYTES = 2**26
+"""Bytes on a device of a product's operand from which on its last readers go first: a
+thousandth of an H100's memory."""
+
 DUPLICATED_BYTES = 2**27
 """Bytes on a device of a value that each product which reads it makes itself: those of
 a v5p's fast memory, where smaller values may stay. With 64 MiB nothing was saved."""
@@ -304,17 +308,3 @@ that: holes, and what is under way. 0.02 to 0.2 in programs of scanned layers.""
 OFFLOAD_REFUSED = 0.25
 """How much more than the bound a step is taken to need, as a part of it, where the
 compiler refuses it without saying how much it does."""
-
-# When a sharded step counts as equal to the plain one
-
-SMALLEST_NORM = 1e-6
-"""A leaf of a smaller norm counts as zero: its difference is compared as it is."""
-
-ROUNDING_TRIALS = 4
-"""Ways of rounding that are tried, to know how much a leaf depends on it."""
-
-ROUNDING_FACTOR = 4
-"""How many times the change by rounding a leaf may differ."""
-
-DECIDED_BY_ROUNDING = 0.1
-"""A leaf that rounding moves by more is not compared to any use."""

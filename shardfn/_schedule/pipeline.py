@@ -17,6 +17,7 @@ from shardfn._schedule.bodies import inside
 from shardfn._schedule.bucket import bucket
 from shardfn._schedule.duplicate_producers import duplicate_producers
 from shardfn._schedule.feed_back import feed_back
+from shardfn._schedule.free_operands import free_operands
 from shardfn._schedule.host_transfers import host_transfers
 from shardfn._schedule.keep_gathered import keep_gathered
 from shardfn._schedule.keep_quantized import keep_quantized
@@ -128,6 +129,9 @@ PASSES = (
     SchedulePass(
         "limit_all_gathers",
         lambda p, b, control, axes: limit_all_gathers(p, b, control),
+    ),
+    SchedulePass(
+        "free_operands", lambda p, b, control, axes: free_operands(p, b, axes)
     ),
     SchedulePass(
         "host_transfers", lambda p, b, control, axes: host_transfers(p, b, axes)

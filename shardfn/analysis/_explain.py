@@ -22,12 +22,12 @@ from shardfn.analysis._text import shape_text, size_text
 from shardfn.analysis.collective import Collective
 from shardfn.analysis.host_transfer import HostTransfer
 
-Operation = tuple[Node, tuple[tuple[str, int], ...], bool]
+Operation = tuple[Node, tuple[tuple[str, int], ...], tuple[str, ...]]
 """What a plan runs, `(factor, mesh axis index)` for every factor that is split, and
-whether each product that reads what it makes is to make that itself."""
+what passes did to what it makes."""
 
 DUPLICATED = (
-    "; each product that reads it makes it: of "
+    "each product that reads it makes it: of "
     f"{size_text(DUPLICATED_BYTES)} or more (limits.DUPLICATED_BYTES), multiplied with "
     f"{DUPLICATED_COLUMNS} columns at most (limits.DUPLICATED_COLUMNS), made of "
     f"{DUPLICATED_READS} times its bytes at most (limits.DUPLICATED_READS)"
@@ -83,12 +83,12 @@ def _staying(
 ) -> Iterator[str]:
     """What runs on the line that a pattern names, where nothing moves for it."""
     found: dict[str, dict[str, None]] = {}
-    for node, parts, is_duplicated in operations:
+    for node, parts, notes in operations:
         if node.rule is not None and _names(pattern, place := where(node.eqn)):
             splits = (f"{axes.names[axis]} splits {factor}" for factor, axis in parts)
             text = ", ".join(splits) or "every device runs it on whole operands"
             text = f"  {node.eqn.primitive.name} `{node.rule}`: {text}"
-            text += DUPLICATED * is_duplicated
+            text = "; ".join([text, *notes])
             found.setdefault(place, {})[text] = None
     for place, texts in found.items():
         moves = "nothing moves: its operands lie as it takes them"

@@ -6,6 +6,7 @@ move on the wire, with the state leaf that it belongs to, the source line, and M
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -27,9 +28,9 @@ from shardfn._core.sharding import Axes, Sharding, Split, stored_shape
 from shardfn._core.sizes import is_key_name, key_word
 from shardfn._core.step_order import together
 from shardfn.analysis._computed_alike import computed_alike
-from shardfn.analysis._explain import LeafLayout, Operation
+from shardfn.analysis._explain import DUPLICATED, LeafLayout, Operation
 from shardfn.analysis._live_runs import Runs, count_runs
-from shardfn.analysis._move_reason import Why
+from shardfn.analysis._move_reason import Why, note_text
 from shardfn.analysis._program_hash import operations_hash
 from shardfn.analysis._replicated import work_of
 from shardfn.analysis._surroundings import ALONE, Surroundings
@@ -111,12 +112,19 @@ def make_plan(
 
 
 def _operations(program: Program, body: BodyPlan) -> Iterator[Operation]:
-    """Every node of a plan that runs, the factors of it that are split, and whether
-    products make what it makes."""
+    """Every node of a plan that runs, the factors of it that are split, and what passes
+    did to what it makes."""
+    notes = defaultdict[Ref, list[str]](list)
+    for ref in body.duplicated:
+        notes[ref].append(DUPLICATED)
+    for step in body.steps:
+        if isinstance(step, Reshard) and not step.moves:
+            notes[step.source] += map(note_text, step.notes)
     for step in body.steps:
         if isinstance(step, Apply):
             node = program.nodes[step.node]
-            yield node, step.parts, any(Ref(v) in body.duplicated for v in node.outputs)
+            made = (notes[Ref(value)] for value in node.outputs)
+            yield node, step.parts, tuple(itertools.chain(*made))
             for inner in zip(node.bodies, step.bodies, strict=True):
                 yield from _operations(*inner)
 

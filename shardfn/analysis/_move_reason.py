@@ -54,7 +54,7 @@ class Why:
         return [
             f"{self.because()}",
             *self.threshold(),
-            *(_note_text(note) for note in (*notes, *self.step.notes)),
+            *(note_text(note) for note in (*notes, *self.step.notes)),
         ]
 
     def threshold(self) -> Iterator[str]:
@@ -163,7 +163,8 @@ def _state_text(state: object, axis: str) -> str:
     return "whole"
 
 
-def _note_text(note: Note) -> str:
+def note_text(note: Note) -> str:
+    """What a pass did, with its name."""
     text = note.text.format(*map(size_text, note.sizes))
     if note.cause is None or note.cause.node is None:
         return f"{note.by}: {text}"
