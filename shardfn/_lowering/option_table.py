@@ -101,6 +101,11 @@ OPTIONS = (
         (("xla_gpu_reduce_scatter_combine_threshold_bytes", CHAINED_BYTES),),
         in_turn=True,
     ),
+    # Of products that share an operand XLA makes one, whose results are then summed
+    # together, if one of them reads and writes no more than this. It takes 64 MiB by
+    # itself, to which the shared operand no longer counts with JAX 0.12, so that large
+    # gradients are merged.
+    CompilerOption("gpu", (("xla_gpu_dot_merger_threshold_mb", 32),)),
     # The sums over replicas run beside the next iteration. XLA would wait for them, and
     # for the reduce-scatters in front of them.
     CompilerOption(

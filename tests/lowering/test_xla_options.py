@@ -19,9 +19,11 @@ from shardfn._lowering.xla_options import (
     tried,
 )
 from shardfn.analysis import targets
+from shardfn.analysis._hlo.parse import has_matmul, parse_module
 
 LIMIT = "xla_gpu_experimental_parallel_collective_overlap_limit"
 HIDING = ("xla_gpu_enable_latency_hiding_scheduler", True)
+MERGED = ("xla_gpu_dot_merger_threshold_mb", 32)
 STEP = {"min_size": 0, "donate": False}
 
 
@@ -280,12 +282,36 @@ def test_what_cannot_be_asked(asked):
 def test_the_report_shows_what_the_compiler_was_told(monkeypatch):
     args = jax.ShapeDtypeStruct((256, 64), "float32"), jnp.ones((16, 256))
     step = shardfn.fully_shard(train_step, cpus(), min_size=0)
-    assert step.on("h100:8", *args).compiler_options == (HIDING,)
+    assert step.on("h100:8", *args).compiler_options == (HIDING, MERGED)
     report = step.on("h100:16", *args)
-    assert report.compiler_options == (HIDING, (LIMIT, 4))
+    assert report.compiler_options == (HIDING, (LIMIT, 4), MERGED)
     assert f"\n  compiler option {LIMIT}=4\n" in str(report)
     monkeypatch.setenv("XLA_FLAGS", f"--{LIMIT}=1")
-    assert step.on("h100:16", *args).compiler_options == (HIDING,)
+    assert step.on("h100:16", *args).compiler_options == (HIDING, MERGED)
+
+
+@pytest.mark.aot("h100:8")
+@pytest.mark.parametrize("merged", [False, True])
+def test_products_of_one_operand_stay_apart_if_they_are_large(merged) -> None:
+    """Each reads rows of 32 MiB, and reads and writes 64 MiB besides. JAX 0.12 would
+    make one product of two by itself; with JAX 0.10 the rows count, too."""
+
+    def two(state, x):
+        def loss_fn(state):
+            a, b = (jnp.tanh(x @ state[n]) for n in "ab")
+            return jnp.sum(a * b, dtype=jnp.float32)
+
+        grads = jax.grad(loss_fn)(state)
+        return jax.tree.map(lambda w, g: w - g, state, grads)
+
+    weight = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((8 * 4096, 4096), jnp.bfloat16)
+    options = {MERGED[0]: 96} if merged else None
+    step = shardfn.fully_shard(two, targets.mesh("h100:8"), compiler_options=options)
+    compiled = step.lower({"a": weight, "b": weight}, x).compile()
+    module = parse_module(compiled.as_text())
+    products = [i for i in module.entry.instructions.values() if has_matmul(i, module)]
+    assert len(products) == (2 if merged else 4)
 
 
 def test_numbers_and_flags_are_not_the_same_to_a_compiler():
