@@ -57,6 +57,7 @@ def state() -> Any:
     return step(step.shard(make_params()), make_batch(16))[0]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("fn", [loss, grads])
 @pytest.mark.parametrize("rows", [16, 13, 3, 1])
 def test_any_number_of_rows(state: Any, fn: Any, rows: int) -> None:

@@ -120,6 +120,7 @@ def unhealthy(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return w - grad, loss
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("is_warm", [False, True], ids=["first call", "later call"])
 @pytest.mark.parametrize(
     "setting, sign", [("jax_debug_nans", -1), ("jax_debug_infs", 0)]

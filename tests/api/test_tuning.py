@@ -146,11 +146,16 @@ def tuned_for(step, *options, state=STATE, batch=ROWS) -> TunedOptions:
     )
 
 
-@pytest.fixture
-def path(tmp_path):
+@pytest.fixture(scope="module")
+def options() -> TunedOptions:
     compiler = ("compiler_options", {"xla_gpu_enable_latency_hiding_scheduler": True})
-    options = (("prefetch", 1), ("gather_dtype", {"weights/in": "bfloat16"}), compiler)
-    write(tmp_path / "tuned.json", tuned_for(train_step, *options))
+    some = (("prefetch", 1), ("gather_dtype", {"weights/in": "bfloat16"}), compiler)
+    return tuned_for(train_step, *some)
+
+
+@pytest.fixture
+def path(tmp_path, options):
+    write(tmp_path / "tuned.json", options)
     return tmp_path / "tuned.json"
 
 
@@ -173,10 +178,12 @@ def test_a_file_of_options_counts_as_if_they_were_written_there(path) -> None:
 
 
 @pytest.mark.aot("h100:8")
-def test_a_report_of_a_step_on_cpus_has_the_options_for_its_target(tmp_path) -> None:
+def test_a_report_of_a_step_on_cpus_has_the_options_for_its_target(
+    tmp_path, options
+) -> None:
     unusual = {"xla_gpu_enable_analytical_sol_latency_estimator": False}
-    options = tuned_for(train_step, ("compiler_options", unusual))
-    write(tmp_path / "tuned.json", options)
+    of_compiler = (("compiler_options", unusual),)
+    write(tmp_path / "tuned.json", dataclasses.replace(options, options=of_compiler))
     step = shardfn.fully_shard(train_step, cpu_mesh(8), options=tmp_path / "tuned.json")
     found = dict(step.on("h100:8", STATE, ROWS).compiler_options)
     assert found.items() >= unusual.items() and step.compiler_options == {}
@@ -330,6 +337,9 @@ def test_advice_keeps_to_what_fits_and_to_what_is_not_asked(report) -> None:
     )
     options = [dict(r.options) for r in advise(ordered, devices, report.target.memory)]
     assert options and not any("prefetch" in option for option in options)
+    least = ADVISED_SHARE * report.step_seconds
+    few = tuple(dataclasses.replace(r, saves=least / 2) for r in report.advice)
+    assert "may help" not in str(dataclasses.replace(report, advice=few))
 
 
 def in_turn(line: shardfn.Collective) -> shardfn.Collective:
@@ -339,9 +349,6 @@ def in_turn(line: shardfn.Collective) -> shardfn.Collective:
         for w in line.why
     )
     return dataclasses.replace(line, why=tuple(why))
-    least = ADVISED_SHARE * report.step_seconds
-    few = tuple(dataclasses.replace(r, saves=least / 2) for r in report.advice)
-    assert "may help" not in str(dataclasses.replace(report, advice=few))
 
 
 @pytest.mark.parametrize(
@@ -412,14 +419,14 @@ def test_memory_is_given_in_words_too() -> None:
 def test_tuning_compiles_what_may_help_and_chooses(tmp_path) -> None:
     stages: list[str] = []
     found = shardfn.tune(
-        microbatched, H100, *SHAPES, compilations=4, progress=stages.append
+        microbatched, H100, *SHAPES, compilations=3, progress=stages.append
     )
-    assert len(found.candidates) == 4 and found.candidates[0].title == "as it is"
+    assert len(found.candidates) == 3 and found.candidates[0].title == "as it is"
     assert found.chosen.seconds == min(c.seconds for c in found.candidates)
     assert found.chosen.options and all(c.as_planned for c in found.candidates)
     titles = [c.title for c in found.candidates]
     assert not {row.title for row in found.untried} & set(titles)
-    assert any(s.startswith("4. ") and s.endswith("compiling") for s in stages)
+    assert any(s.startswith("3. ") and s.endswith("compiling") for s in stages)
     path, mesh = tmp_path / "tuned.json", shardfn.analysis.targets.mesh(H100)
     found.save(path)
     step = shardfn.fully_shard(microbatched, mesh, options=path)

@@ -99,6 +99,7 @@ def arguments(base: Any) -> tuple[Any, jax.Array]:
     return {"base": base, "lora": lora}, x
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_in_few_bits_is_gathered(name: str, remat: bool) -> None:
@@ -116,6 +117,7 @@ def test_what_is_in_few_bits_is_gathered(name: str, remat: bool) -> None:
     assert plan.verify(step.lower(*args).compile()).ok
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mesh", [(8,), (2, 4)])
 @pytest.mark.parametrize("name", CASES)
 def test_numbers_are_those_of_the_plain_step(name: str, mesh: tuple[int, ...]) -> None:

@@ -148,6 +148,7 @@ def test_gradients_themselves_are_scattered_and_then_go_to_owners(step):
 STEPS = [muon_step, newton_schulz_step, shampoo_step, galore_step]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("layers", [13, 3])
 def test_layers_that_devices_do_not_divide_are_padded_on_the_wire(

@@ -58,6 +58,7 @@ def test_what_is_rounded_stays_when_it_is_rounded_again(dtype) -> None:
     np.testing.assert_array_equal(read(once, how), once)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("cut", [0, 1])
 def test_shards_are_written_as_the_whole_is(dtype, cut) -> None:

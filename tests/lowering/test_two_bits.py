@@ -14,6 +14,7 @@ import shardfn
 ROWS, COLUMNS = 16, 8
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", ["int2", "uint2", "int4"])
 @pytest.mark.parametrize("bucket_bytes", [0, 1024])
 def test_narrow_integers_move(dtype: str, bucket_bytes: int) -> None:

@@ -52,6 +52,7 @@ SEEN: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("devices", [2, 4, 8])
 @pytest.mark.parametrize("name", SEEN)
 def test_booleans_over_rows(name: str, devices: int) -> None:

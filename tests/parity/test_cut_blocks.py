@@ -52,6 +52,7 @@ CHANGES: dict[str, Change] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("whole", WHOLE)
 def test_one_index_into_a_cut_block(change: str, whole: str) -> None:

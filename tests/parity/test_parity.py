@@ -17,15 +17,16 @@ from tiers import tiered
 pytestmark = pytest.mark.standard_promotion
 
 # A primitive, loop or dtype of any other program is in one of these too.
+# Quick runs have optimizers in test_optax.py, and views that are joined over the meshes
+# of test_parity_meshes.py.
 LOOPS = ("scan", "while", "cond")
 QUICK = """
-accumulate_given along_the_batch captured_arrays checked complex_weights contrastive
-conv_batch_norm conv_group_norm custom_rules decompositions_per_row
-dropout_raw_key_in_batch dropout_typed_key_in_batch equinox_batch_norm
-every_checkpoint_policy experts_ragged fixed_point fourier frozen_masked
-gpt_scan_remat_bf16 host_call inner_solver kernel loops_and_branches loss_scale_cond
-lstm masked_mean nnx_split_merge opt_adafactor opt_apply_if_finite opt_multi_steps
-opt_muon ordinary_differential random_loops size_17 size_norms_of_padded sizes_from_data
+accumulate_given along_the_batch captured_arrays checked complex_weights conv_batch_norm
+conv_group_norm custom_rules decompositions_per_row dropout_raw_key_in_batch
+dropout_typed_key_in_batch equinox_batch_norm every_checkpoint_policy experts_ragged
+fixed_point fourier frozen_masked gpt_scan_remat_bf16 host_call inner_solver kernel
+loops_and_branches loss_scale_cond lstm masked_mean nnx_split_merge
+ordinary_differential random_loops size_17 size_norms_of_padded sizes_from_data
 small_leaves sparse_operand state_float16 state_is_one_array state_of_everything
 state_transposed_moment vocab_101
 """.split()

@@ -32,6 +32,7 @@ CHANGES: dict[str, Callable[[Array, Array], Array]] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
 def test_keys_that_devices_split(change: str, impl: str) -> None:

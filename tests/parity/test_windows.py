@@ -47,6 +47,7 @@ STEPS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("devices", [2, 4, 8])
 @pytest.mark.parametrize("name", STEPS)
 def test_windows_that_cover_what_is_split(name: str, devices: int) -> None:

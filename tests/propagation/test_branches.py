@@ -35,6 +35,7 @@ def of_rows(state: Any, x: jax.Array) -> Any:
     return {"a": state["a"] + y, "b": state["b"]}, jnp.sum(y * y)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("step", [chosen, of_rows])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("first", [-20.0, 0.0, 1.0, 2.0])

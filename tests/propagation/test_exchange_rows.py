@@ -2,6 +2,7 @@
 plain step; devices exchange rows for parts of all rows around them, where less moves.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import optax
 import pytest
 from jax import lax
 from plan_helpers import assert_steps_alike, cpu_mesh
+from tiers import exhaustively
 
 import shardfn
 
@@ -94,8 +96,15 @@ def moved(step: Any, state: Any, x: Any, *rest: Any) -> set[str]:
     return {c.op for c in collectives if {*x.shape} <= {*c.shape} and not c.path}
 
 
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("sizes", [(8,), (4,), (2, 4)], ids=str)
+@pytest.mark.parametrize(
+    "sizes, op",
+    [
+        *itertools.product([(8,), (2, 4)], OPS),
+        ((4,), OPS[0]),
+        *(exhaustively((4,), op) for op in OPS[1:]),
+    ],
+    ids=lambda x: getattr(x, "__name__", str(x)),
+)
 def test_rows_are_exchanged(op: Any, sizes: Any, bytes_alone: None) -> None:
     train_step, plain, x = trained(op)
     step = shardfn.fully_shard(
@@ -108,6 +117,7 @@ def test_rows_are_exchanged(op: Any, sizes: Any, bytes_alone: None) -> None:
         assert found == {"all_to_all"}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("devices, width", [(2, WIDTH), (8, 12)])
 def test_they_are_not_where_that_saves_nothing(

@@ -3,6 +3,7 @@ rows of several groups. Out: the plain step's values; devices exchange blocks of
 and have none whole, whatever other dimensions the rows have.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from jax import lax
 from plan_helpers import GATHERS, assert_steps_alike, cpu_mesh
+from tiers import exhaustively
 
 import shardfn
 
@@ -96,8 +98,19 @@ def sharded(loss: Loss, *sizes: int) -> Any:
     return train_step, step, p, batch
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("sizes", [(8,), (4,), (3,), (2, 4), (2, 2)], ids=str)
+# Devices that do not divide the groups, and two axes; as many as are powers of two.
+EACH, ALIKE = [(3,), (2, 4)], [(8,), (4,), (2, 2)]
+
+
+@pytest.mark.parametrize(
+    "sizes, loss",
+    [
+        *itertools.product(EACH, LOSSES),
+        *((sizes, LOSSES[0]) for sizes in ALIKE),
+        *itertools.starmap(exhaustively, itertools.product(ALIKE, LOSSES[1:])),
+    ],
+    ids=lambda x: getattr(x, "__name__", str(x)),
+)
 def test_steps_are_those_of_the_plain_step(loss: Loss, sizes: Any) -> None:
     assert_steps_alike(*sharded(loss, *sizes))
 

@@ -63,6 +63,7 @@ def make_step(layers: Any, chunks: int) -> Any:
     return train_step
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("layers", [scanned, repeated, unrolled])
 @pytest.mark.parametrize("chunks", [2, 4, 16, 32])
 @pytest.mark.parametrize("sizes", [(8,), (4,), (2, 4)], ids=str)

@@ -77,6 +77,7 @@ def bytes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"shardfn.{module}.LATENCY_BYTES", 0)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("sizes", [(8,), (3,), (4,), (2, 4)], ids=str)
 def test_steps_are_those_of_the_plain_step(
@@ -93,6 +94,7 @@ def test_rows_are_exchanged(mix: Mix, bytes_alone: None) -> None:
     assert images == {"all_to_all"}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("features", PADDED, ids=str)
 def test_features_are_padded(mix: Mix, features: Any, bytes_alone: None) -> None:

@@ -66,6 +66,7 @@ def accumulated(p: Any, tokens: jax.Array) -> Any:
 STEPS = [accumulated, *map(whole, (of_halves, of_every_other, of_chosen))]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("train_step", STEPS, ids=lambda step: step.__qualname__)
 @pytest.mark.parametrize("sizes", [(8,), (2,), (2, 4)], ids=str)
 def test_selected_rows_are_split(

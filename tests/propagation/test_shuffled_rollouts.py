@@ -102,6 +102,7 @@ def rollouts(train_step: Any, shape: tuple[int, ...], *sizes: int) -> tuple[Any,
     return train_step, step, p, (seen, jnp.asarray(np.stack(orders), jnp.int32))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("train_step", STEPS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("sizes", [(8,), (3,), (2, 4)], ids=str)

@@ -2,6 +2,7 @@
 activations moved around the leaves, and no more bytes than that takes.
 """
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from plan_helpers import assert_steps_alike, cpu_mesh
+from tiers import exhaustively
 
 import shardfn
 from shardfn._core import limits
@@ -123,8 +125,14 @@ def make_case(name: str) -> tuple[Callable[..., Any], Any, dict[str, Any], Any]:
     return train_step, (params, tx.init(params)), batch, shard
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("devices", [(8,), (3,), (2, 4)], ids=str)
+@pytest.mark.parametrize(
+    "devices, name",
+    [
+        *itertools.product([(3,), (2, 4)], CASES),
+        *(((8,), x) if x == "rows" else exhaustively((8,), x) for x in CASES),
+    ],
+    ids=str,
+)
 def test_the_leaves_stay(name: str, devices: tuple[int, ...]) -> None:
     train_step, plain, batch, shard = make_case(name)
     mesh = cpu_mesh(*devices)
@@ -327,6 +335,7 @@ def decode(p: Any, cache: Any, x: jax.Array, at: jax.Array) -> Any:
     return {"k": keys, "v": values}, x
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("devices", [(8,), (2, 4)], ids=str)
 @pytest.mark.parametrize(
     "columns, by, most", [(True, "heads", 2), (True, "rows", 4), (False, "rows", 4)]
@@ -382,7 +391,7 @@ def test_experts_are_in_no_collective() -> None:
     assert len(tokens) == 3
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, "first"])
+@pytest.mark.parametrize("prefetch", [0, exhaustively(1), "first"])
 def test_what_sends_less_is_chosen(prefetch, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole step's bytes decide, with the least that is worth it named. What would
     be gathered ahead was not tried as staying."""

@@ -80,6 +80,7 @@ def sharded(step: Step, *sizes: int, **options: Any) -> Any:
     return shardfn.fully_shard(step, cpu_mesh(*sizes), **options)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("step", [added, projected])
 @pytest.mark.parametrize("sizes", [(8,), (3,), (2, 4)], ids=str)
 def test_steps_are_those_of_the_plain_step(step: Step, sizes: Any) -> None:

@@ -169,6 +169,7 @@ def test_a_head_moves_once_for_all_chunks(loss: Any, all_is_large: None) -> None
     assert moves(plan, "head", *([""] if loss is fused else [])) == ONCE
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("sizes", [(8,), (2, 4)], ids=str)
 @pytest.mark.parametrize("dtype, tol", [(jnp.float32, 1e-4), (jnp.bfloat16, 2e-2)])

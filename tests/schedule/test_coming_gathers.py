@@ -260,6 +260,7 @@ def test_balanced_loops_stack_sums_last(balanced) -> None:
     assert any(stacked <= each for each in tied) == balanced
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("remat", [True, False])
 @pytest.mark.parametrize("balanced", [True, False])
 @pytest.mark.parametrize("devices", [8, 6])
@@ -284,20 +285,21 @@ def values(rows: int) -> tuple[Any, Any]:
     return state, rng.standard_normal((rows, WIDTH)).astype(np.float32)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"gather_dtype": {"o": "int8"}, "quantize_block": 4},
-        {"offload": {"q": "host"}},
-        {"offload": "1GiB"},
-        {"bucket_bytes": 2**12},
-        {"reshard_after_forward": False},
-        {"reduce_dtype": "float32", "gather_dtype": "bfloat16"},
-    ],
-)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "quantized": {"gather_dtype": {"o": "int8"}, "quantize_block": 4},
+    "on the host": {"offload": {"q": "host"}},
+    "within a bound": {"offload": "1GiB"},
+    "together": {"bucket_bytes": 2**12},
+    "kept": {"reshard_after_forward": False},
+    "narrow": {"reduce_dtype": "float32", "gather_dtype": "bfloat16"},
+}
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("balanced", [True, False])
-def test_other_options_compose(balanced, options) -> None:
-    state, batch = values(rows=64)
+def test_other_options_compose(balanced, name) -> None:
+    options, (state, batch) = OPTIONS[name], values(rows=64)
     with in_turn(balanced):
         made = []
         for prefetch in (0, "auto"):
@@ -355,6 +357,7 @@ LAYERS_OF = {
 }
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("prefetch", ["auto", "first"])
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize("balanced", [True, False])
@@ -470,17 +473,21 @@ def test_what_waits_is_used_behind_its_barrier() -> None:
         assert re.search(rf"{tie}#1\b", text) and re.search(rf"{tie}#0\b", text), tie
 
 
-def compiled_for(target: str, tokens: int = 4096, **options) -> Any:
+def planned_for(target: str, tokens: int = 4096, **options) -> Sharded:
     mesh = targets.mesh(target)
     rows = mesh.size * tokens
     step = plain_step(dtype=jnp.bfloat16)
-    case = shard_fn(step, mesh, state_of(8192, 4 * 8192), (rows, 8192), **options)
+    return shard_fn(step, mesh, state_of(8192, 4 * 8192), (rows, 8192), **options)
+
+
+def compiled_for(target: str, tokens: int, **options) -> Any:
+    case = planned_for(target, tokens, **options)
     return case.step.on(target, case.state, case.batch)
 
 
 @pytest.mark.parametrize(
     ("target", "tokens"),
-    [aot("h100:64", 2048), aot("h100:64", 4096), aot("h200:64", 4096)],
+    [aot("h100:64", 2048), aot("h100:64", 4096, exhaustive=True), aot("h200:64", 4096)],
 )
 def test_the_compiled_step_waits_less(target, tokens) -> None:
     """Than with nothing ahead."""
@@ -505,5 +512,5 @@ def test_the_compiled_step_waits_less(target, tokens) -> None:
 
 @pytest.mark.parametrize("target", [aot("h100:8"), aot("b200:64")])
 def test_gpus_of_one_host_and_later_ones_are_left_alone(target) -> None:
-    report = compiled_for(target)
-    assert not any(c.used_first and c.times > LAYERS for c in report.plan.collectives)
+    lines = planned_for(target).plan.collectives
+    assert not any(c.used_first and c.times > LAYERS for c in lines)

@@ -198,16 +198,25 @@ def test_a_plan_says_so(fuses: pytest.MonkeyPatch) -> None:
     assert "tanh" in plan.explain(place)
 
 
-@pytest.mark.aot(V5P)
-def test_tpus_hold_no_gradient_of_scores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scores and the gradient of their softmax are all that is held of that size."""
-    rows, heads, length, width = 2, 8, 2048, 1024
-    shapes = weights(2, width, heads, 128, tuple)
+def held() -> float:
+    """Of a v5p that trains attention: its heap, in arrays of scores in bfloat16."""
+    heads, length = 4, 4096
+    shapes = weights(2, 256, heads, 64, tuple)
     state = {n: jax.ShapeDtypeStruct(x, jnp.float32) for n, x in shapes.items()}
-    x = jax.ShapeDtypeStruct((8 * rows, length, width), jnp.bfloat16)
-    heaps = []
-    for fuses in (True, False):
-        monkeypatch.setattr(compat, "fuses_producers", lambda platform, f=fuses: f)
-        lowered = shardfn.fully_shard(train, targets.mesh(V5P)).lower(state, x)
-        heaps.append(compiled_with_heap(lowered, "tpu")[1])
-    assert heaps[1] - heaps[0] > 0.9 * 2 * rows * heads * length**2
+    x = jax.ShapeDtypeStruct((8, length, 256), jnp.bfloat16)
+    lowered = shardfn.fully_shard(train, targets.mesh(V5P)).lower(state, x)
+    return compiled_with_heap(lowered, "tpu")[1] / (2 * heads * length**2)
+
+
+@pytest.mark.aot(V5P)
+def test_tpus_hold_no_gradient_of_scores() -> None:
+    """Scores and the gradient of their softmax are all that is held of that size."""
+    assert held() < 2.2
+
+
+@pytest.mark.aot(V5P)
+@pytest.mark.exhaustive
+def test_they_would_hold_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once they do not, the pass can go."""
+    monkeypatch.setattr(duplication, "DUPLICATED_BYTES", 2**60)
+    assert held() > 2.9

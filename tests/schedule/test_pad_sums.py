@@ -208,6 +208,7 @@ def test_a_plan_says_so(pieces: pytest.MonkeyPatch) -> None:
     assert plan.verify(step.lower(*args).compile()).ok
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("hidden", [37, 40])
 def test_steps_compute_what_the_plain_one_does(

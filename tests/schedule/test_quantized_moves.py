@@ -602,6 +602,7 @@ def test_what_cannot_be_asked(options, message) -> None:
     assert message in str(caught.value)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("target", [aot("h100:8"), aot("tpu:v5p:2x2x2")])
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 def test_compilers_of_devices_that_are_not_there(target: str, dtype: str) -> None:

@@ -109,6 +109,7 @@ def test_without_it_is_summed_in_each_iteration(
     assert sums(recurrent(masked, remat=False)) == [("psum_scatter", TIMES)]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("name", [*SHARED, *CHANGING])
 def test_steps_are_those_of_the_plain_step(name: str, remat: bool) -> None:
@@ -166,6 +167,7 @@ def of_several(product: Any, remat: bool) -> Any:
     return step
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("name", SEVERAL)
 def test_sums_of_the_same_products_share_them(name: str, remat: bool) -> None:

@@ -97,6 +97,7 @@ def arguments() -> tuple[Any, jax.Array]:
     return state, jnp.asarray(x, jnp.float32)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("devices", [2, 4, 8])
 @pytest.mark.parametrize("name", [*EMPTY, *MADE])
 def test_what_is_made_of_literals_does_not_move(name: str, devices: int) -> None:

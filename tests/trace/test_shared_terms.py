@@ -70,6 +70,7 @@ def test_a_penalty_moves_nothing(penalty: str) -> None:
     assert of_leaves(penalty) == of_leaves("none")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mean", [lax.pmean, lax.psum], ids=["pmean", "psum"])
 @pytest.mark.parametrize("penalty", [p for p in PENALTIES if p != "none"])
 def test_a_penalty_counts_as_under_pmap(penalty: str, mean: Any) -> None:

@@ -163,6 +163,7 @@ def test_a_norm_in_front_of_a_remat_is_a_weight_inside() -> None:
     assert_gathered_once(step)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("make", [normed, masked, antisymmetric])
 def test_what_is_made_of_weights_alone_is_gathered_once(make: Any, remat: bool) -> None:
