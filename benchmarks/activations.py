@@ -1,6 +1,6 @@
 """What a model of `criteria.py` holds besides weights and gradients: one device's rows
 forward and backward, compiled for a device that is not there. Weights are given whole
-and narrow, and only norms have gradients, so nothing is gathered, cast or summed.
+and narrow, and their gradients are results, so nothing is gathered, cast or summed.
 `goals.py` prints it.
 """
 
@@ -19,8 +19,12 @@ ALONE = {"h100": "h100:1", "v5p": "tpu:v5p:2x2x1"}
 """The smallest target of a chip; several devices there compute the same."""
 
 
+MERGED = {"xla_gpu_dot_merger_threshold_mb": 32}
+"""What steps of this library are compiled with, too."""
+
+
 def temporary(case: Case, chip: str, platform: str) -> int:
-    """Peak temporary bytes of a loss and its gradient by the scales of norms.
+    """Peak temporary bytes of a loss and its gradient.
 
     Args:
       case: the case; of its batch, what one device takes.
@@ -29,19 +33,14 @@ def temporary(case: Case, chip: str, platform: str) -> int:
     """
     whole = NamedSharding(targets.mesh(ALONE[chip]), P())
     state, batch = programs.arguments(case.model, 1)
-    found, treedef = jax.tree_util.tree_flatten_with_path(state["params"])
-    leaves = [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for _, x in found]
-    norms = ["norm" in jax.tree_util.keystr(path) for path, _ in found]
-    split = [
-        [x if norm is wanted else None for x, norm in zip(leaves, norms, strict=True)]
-        for wanted in (True, False)
-    ]
+    weights = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), state["params"]
+    )
 
-    def loss(scales, weights, batch):
-        pairs = zip(scales, weights, strict=True)
-        params = treedef.unflatten([w if s is None else s for s, w in pairs])
+    def loss(params, batch):
         return mean_loss(params, batch, case.model)
 
     step = jax.jit(jax.grad(loss), in_shardings=whole, out_shardings=whole)
-    _, heap = compiled_with_heap(step.lower(*split, batch), platform, {})
+    options = MERGED if platform == "gpu" else {}
+    _, heap = compiled_with_heap(step.lower(weights, batch), platform, options)
     return heap

@@ -8,7 +8,11 @@ rounds. Over more than one device the plain step takes the same sharded arrays, 
 both start as many executables. The batch is one array on the mesh that every call is
 given, or one that is made for each, on the mesh or NumPy's.
 
+Devices of this machine compute on the core that calls, and leave its caches to other
+data. `--cold` does that to one device, too: between calls it writes `COLD` bytes.
+
     python benchmarks/overhead.py
+    python benchmarks/overhead.py --cold
 """
 
 import argparse
@@ -31,6 +35,8 @@ ROUND = 5
 """Calls of one program in a row."""
 ROWS = 48
 """Rows of the batch: no leaf of the state has shards like its."""
+COLD = 2**26
+"""More than the caches of a core hold."""
 HEADER = ("devices", "leaves", "batch", "plain jit", "shardfn", "more per call")
 BATCHES = ("the same", "new", "NumPy's")
 
@@ -48,7 +54,9 @@ def milliseconds(run: Callable[..., Any], *args: Any) -> tuple[Any, float]:
     return jax.block_until_ready(out)[0], 1e3 * spent
 
 
-def row(devices: int, leaves: int, batch: str, calls: int) -> tuple[str, ...]:
+def row(
+    devices: int, leaves: int, batch: str, calls: int, cold: bool = False
+) -> tuple[str, ...]:
     """One line of the table.
 
     Args:
@@ -56,7 +64,9 @@ def row(devices: int, leaves: int, batch: str, calls: int) -> tuple[str, ...]:
       leaves: of the state.
       batch: one of `BATCHES`.
       calls: how many of each program are timed.
+      cold: whether something else is in the caches when a call begins.
     """
+    other = np.zeros(COLD if cold else 0, np.uint8)
     mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
     sharded = shardfn.fully_shard(train_step, mesh, min_size=0)
     state = [jnp.zeros(8) for _ in range(leaves)]
@@ -85,6 +95,7 @@ def row(devices: int, leaves: int, batch: str, calls: int) -> tuple[str, ...]:
             each = []
             for _ in range(ROUND):
                 args = states[which], x()
+                other += 1
                 states[which], spent = milliseconds(programs[which], *args)
                 each.append(spent)
             times[which] = statistics.median(each)
@@ -100,11 +111,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--leaves", type=int, default=600)
     parser.add_argument("--calls", type=int, default=200)
+    parser.add_argument("--cold", action="store_true")
     arguments = parser.parse_args()
     print("  ".join(name.rjust(13) for name in HEADER))
-    for devices in (1, 8):
+    leaves, calls = arguments.leaves, arguments.calls
+    for devices in (1,) if arguments.cold else (1, 8):
         for batch in BATCHES:
-            cells = row(devices, arguments.leaves, batch, arguments.calls)
+            cells = row(devices, leaves, batch, calls, arguments.cold)
             print("  ".join(cell.rjust(13) for cell in cells), flush=True)
 
 
