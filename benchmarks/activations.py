@@ -12,15 +12,12 @@ from criteria_models import mean_loss
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from shardfn._lowering.xla_options import compiler_options
 from shardfn.analysis import targets
 from shardfn.analysis._heap_size import compiled_with_heap
 
 ALONE = {"h100": "h100:1", "v5p": "tpu:v5p:2x2x1"}
 """The smallest target of a chip; several devices there compute the same."""
-
-
-MERGED = {"xla_gpu_dot_merger_threshold_mb": 32}
-"""What steps of this library are compiled with, too."""
 
 
 def temporary(case: Case, chip: str, platform: str) -> int:
@@ -41,6 +38,8 @@ def temporary(case: Case, chip: str, platform: str) -> int:
         return mean_loss(params, batch, case.model)
 
     step = jax.jit(jax.grad(loss), in_shardings=whole, out_shardings=whole)
-    options = MERGED if platform == "gpu" else {}
+    # GPUs' as steps of this library are compiled with. Those for TPUs are of transfers.
+    devices = targets.devices(ALONE[chip])
+    options = compiler_options(devices, None) if platform == "gpu" else {}
     _, heap = compiled_with_heap(step.lower(weights, batch), platform, options)
     return heap

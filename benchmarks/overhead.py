@@ -8,8 +8,8 @@ rounds. Over more than one device the plain step takes the same sharded arrays, 
 both start as many executables. The batch is one array on the mesh that every call is
 given, or one that is made for each, on the mesh or NumPy's.
 
-Devices of this machine compute on the core that calls, and leave its caches to other
-data. `--cold` does that to one device, too: between calls it writes `COLD` bytes.
+Devices of this machine compute on the core that calls, which evicts what a call needs
+from its caches. `--cold` does that to one device: between calls it writes `COLD` bytes.
 
     python benchmarks/overhead.py
     python benchmarks/overhead.py --cold

@@ -171,14 +171,15 @@ def _ordered(program: Program, body: BodyPlan, both: _Both) -> BodyPlan:
     a barrier what nothing reads behind it. The same body if one is made of the other,
     or if neighbours that are one collective are in between.
     """
-    own, rest = (body.steps[_index(body, node)] for node in (both.own, both.rest))
+    places = _index(body, both.own), _index(body, both.rest)
+    own, rest = (body.steps[i] for i in places)
     assert isinstance(own, Apply)
     (value,), (other,) = (program.nodes[n].outputs for n in (both.own, both.rest))
     kind = program.avals[value], own.result_shardings[0]
     during, gradient = program.nodes[both.own].during, Ref(value)
     waiting = tied(gradient, fresh(body, value), *kind, during, Ref(other))
     waiting = replace(waiting, notes=(FREES,))
-    first, last = sorted(_index(body, node) for node in (both.own, both.rest))
+    first, last = sorted(places)
     before, behind, of_either = list[Step](), list[Step](), {gradient, Ref(other)}
     for step in body.steps[: last + 1]:
         if step is own or step is rest or of_either.isdisjoint(reads(step)):
@@ -187,11 +188,9 @@ def _ordered(program: Program, body: BodyPlan, both: _Both) -> BodyPlan:
             behind.append(step)
             # A barrier remakes what it waits for, too.
             of_either.update({*made_by(program, step), *filter(None, [step.after])})
-    between = (
-        step for step in body.steps[first : last + 2] if isinstance(step, Reshard)
-    )
-    one_of_other = not of_either.isdisjoint({*reads(own), *reads(rest)})
-    if one_of_other or any(move.together for move in between):
+    near = body.steps[first : last + 2]
+    is_joined = any(isinstance(step, Reshard) and step.together for step in near)
+    if is_joined or not of_either.isdisjoint({*reads(own), *reads(rest)}):
         return body
 
     def name(ref: Ref) -> Ref:
