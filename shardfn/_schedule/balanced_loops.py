@@ -82,14 +82,21 @@ def is_balanced(node: Node, loop: Apply, axes: Axes, ahead: bool) -> bool:
     return ahead or max(sizes, default=0) <= BALANCED_SHARE * sum(sizes)
 
 
-def hides_transfers(node: Node, loop: Apply, axes: Axes) -> bool:
+def computes_for_longer(node: Node, loop: Apply, axes: Axes) -> bool:
     """Whether the iterations of a loop compute for longer than they send, between
-    hosts; half of that or more has to be of parts that are not all latency."""
+    hosts."""
     if not axes.hides_network:
         return False
     traffic = _traffic(node, loop, axes)
-    computes_more = traffic.flops >= SUMS_FLOPS * traffic.size
-    return computes_more and traffic.is_mostly_of(0, SUMS_PART)
+    return bool(traffic.sent) and traffic.flops >= SUMS_FLOPS * traffic.size
+
+
+def hides_transfers(node: Node, loop: Apply, axes: Axes) -> bool:
+    """The same, if half of what they send or more is of parts that are not all
+    latency."""
+    if not computes_for_longer(node, loop, axes):
+        return False
+    return _traffic(node, loop, axes).is_mostly_of(0, SUMS_PART)
 
 
 def scattered_sums(node: Node, loop: Apply) -> dict[Site, StackedSum]:

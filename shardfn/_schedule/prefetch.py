@@ -4,7 +4,8 @@ In: a plan whose scans gather what they scan over. Out: the plan, in which these
 and the casts in front of them run ahead of the rest of the body: the loop carries the
 coming layers' gathered weights, so that they cross the wire while a layer computes. So
 do activations that the step's own code copies from the host: they cross its link.
-"auto" takes the first weights ahead in loops that gather in turn (`order_gathers`).
+"auto" takes the first weights ahead in loops that gather in turn (`order_gathers`), and
+in others between hosts that compute for longer than they send (`balanced_loops`).
 """
 
 import itertools
@@ -19,6 +20,7 @@ from shardfn._core.program import Node, Program, aval_of
 from shardfn._core.reasons import Note, noted
 from shardfn._core.regions import span
 from shardfn._core.sharding import Axes
+from shardfn._schedule.balanced_loops import computes_for_longer
 from shardfn._schedule.bodies import given_to
 from shardfn._schedule.first_gathers import mark_first_gathers
 from shardfn._schedule.order_gathers import gathers_ahead
@@ -30,11 +32,15 @@ NOT_FIRST = Note(
     "(prefetch='first')",
 )
 
-
-AUTO_FIRST = Note(
+AUTO_IN_TURN = Note(
     "prefetch",
     "gathered ahead, as of loops that gather in turn is what comes before the largest "
     "weights, and what is small (limits.CHAINED_BYTES; prefetch='auto')",
+)
+AUTO_FIRST = Note(
+    "prefetch",
+    "gathered ahead for the first products, as the loop computes for longer than it "
+    "sends (limits.SUMS_FLOPS) between hosts (prefetch='auto')",
 )
 
 
@@ -46,13 +52,13 @@ class _Asked:
       control: what is asked of each leaf.
       axes: the mesh axes.
       on_host: the leaves that live on the host.
-      of_itself: whether "auto" takes the loop's first weights ahead.
+      of_itself: why "auto" takes the loop's first weights ahead; None if it does not.
     """
 
     control: Control
     axes: Axes
     on_host: frozenset[str]
-    of_itself: bool = False
+    of_itself: Note | None = None
 
     def of(self, program: Program, step: Reshard) -> Prefetch:
         """What is asked of a move; 0 of one that gathers nothing of the state."""
@@ -73,8 +79,8 @@ class _Asked:
     def note(self, program: Program, step: Reshard) -> Note:
         """Why a move runs ahead."""
         asked = self.control.of(*program.leaf(step.source.value)).prefetch
-        if asked == AUTO:
-            return AUTO_FIRST
+        if asked == AUTO and self.of_itself:
+            return self.of_itself
         return Note("prefetch", f"gathered ahead, as prefetch={asked!r} asks")
 
 
@@ -111,16 +117,24 @@ def _in_scans(program: Program, body: BodyPlan, asked: _Asked) -> BodyPlan:
                 constants = span(arguments, region.constants)
                 sliced = [*map(Ref, scanned), *step.bodies[0].imports]
                 given = {Ref(v): False for v in constants} | dict.fromkeys(sliced, True)
-                here = replace(asked, of_itself=gathers_ahead(node, step, asked.axes))
+                here = replace(asked, of_itself=_of_itself(node, step, asked.axes))
                 step = _scan(node.bodies[0], step, given, here)
         steps.append(step)
     return replace(body, steps=tuple(steps))
 
 
+def _of_itself(node: Node, loop: Apply, axes: Axes) -> Note | None:
+    """Why "auto" takes the first weights of a loop ahead; None if it does not."""
+    if gathers_ahead(node, loop, axes):
+        return AUTO_IN_TURN
+    return AUTO_FIRST if computes_for_longer(node, loop, axes) else None
+
+
 def _scan(
     program: Program, step: Apply, given: Mapping[Ref, bool], asked: _Asked
 ) -> Apply:
-    body = mark_first_gathers(program, step.bodies[0], asked.of_itself)
+    in_turn = asked.of_itself is AUTO_IN_TURN
+    body = mark_first_gathers(program, step.bodies[0], in_turn)
     body, ahead = _explained(program, body, asked), []
     for lead in sorted(_leads(program, body, asked)):
         part, body = _Part(program, body, asked, lead).take(given)

@@ -71,11 +71,12 @@ def plain_step(remat: bool = True, dtype: Any = jnp.float32):
 
 
 @contextmanager
-def in_turn(balanced: bool) -> Iterator[None]:
+def in_turn(balanced: bool, least_part: int = 1) -> Iterator[None]:
     """Takes CPU devices for GPUs of two hosts, and any loop for one that is balanced,
-    or that computes for longer than it sends."""
+    or that computes for longer than it sends. It goes in turn if what it sends is of
+    parts of so many bytes."""
     most = 10**9 if balanced else 0
-    sums: dict[str, Any] = {"SUMS_FLOPS": most, "SUMS_PART": 1}
+    sums: dict[str, Any] = {"SUMS_FLOPS": most, "SUMS_PART": least_part}
     least: dict[str, Any] = {
         "BALANCED_FLOPS": 0,
         "BALANCED_BYTES": 1,
@@ -147,6 +148,35 @@ def test_other_loops_and_devices_are_left_alone() -> None:
     more: dict[str, Any] = {"SUMS_FLOPS": 10**9, "BALANCED_FLOPS": 10**9}
     with in_turn(False), mock.patch.multiple(balanced_loops, **more):
         assert not any(loop.ahead for _, loop in loops(sharded()))
+
+
+def test_loops_of_small_parts_gather_ahead_what_their_first_products_use() -> None:
+    with in_turn(False, least_part=10**9):
+        case = sharded()
+        forward, backward = loops(case)
+        asked = loops(sharded(prefetch="first"))
+        none = loops(sharded(prefetch=0))
+        host = loops(sharded(offload={"q": "host"}))
+    assert ahead_of(*forward) == {"scale", "q", "k", "v"}
+    assert ahead_of(*backward) == {"scale", "q", "k", "v"}
+    assert not order_gathers.orders_gathers(case.plan.body)
+    assert [ahead_of(*each) for each in asked] == [ahead_of(*forward)] * 2
+    assert not any(loop.ahead for _, loop in none)
+    assert all("q" not in ahead_of(*each) and "k" in ahead_of(*each) for each in host)
+    said = str(case.plan.explain("q"))
+    assert "limits.SUMS_FLOPS" in said and "prefetch='auto'" in said
+    assert "order_gathers" not in said
+    gathers = [c for c in case.plan.collectives if c.op == "all_gather"]
+    assert {c.times for c in gathers if c.path == "q"} == {LAYERS + 1}
+    assert {c.times for c in gathers if c.path == "o"} == {LAYERS}
+
+
+def test_loops_of_small_parts_that_send_for_longer_gather_nothing_ahead() -> None:
+    with in_turn(False, least_part=10**9):
+        with mock.patch.object(balanced_loops, "SUMS_FLOPS", 10**9):
+            assert not any(loop.ahead for _, loop in loops(sharded()))
+        with mock.patch.object(compat, "hides_network", lambda device: False):
+            assert not any(loop.ahead for _, loop in loops(sharded()))
 
 
 def test_on_one_host_what_is_asked_ahead_is_in_no_turn() -> None:
@@ -262,14 +292,19 @@ def test_balanced_loops_stack_sums_last(balanced) -> None:
 
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("remat", [True, False])
-@pytest.mark.parametrize("balanced", [True, False])
+@pytest.mark.parametrize(
+    ("balanced", "least_part"), [(True, 1), (False, 1), (False, 10**9)]
+)
 @pytest.mark.parametrize("devices", [8, 6])
-def test_numbers_are_those_of_the_plain_step(devices, balanced, remat) -> None:
+def test_numbers_are_those_of_the_plain_step(
+    devices, balanced, least_part, remat
+) -> None:
     """Rows and widths that six devices do not divide, too."""
     state, batch = values(rows=48)
-    with in_turn(balanced):
+    with in_turn(balanced, least_part):
         case = sharded(remat, rows=48, devices=devices)
-        assert order_gathers.orders_gathers(case.plan.body)
+        assert order_gathers.orders_gathers(case.plan.body) == (least_part == 1)
+        assert all(loop.ahead for _, loop in loops(case))
         options = {"stationary": False, "min_size": 0}
         assert_parity(
             plain_step(remat), cpu_mesh(devices), state, batch, steps=3, **options
@@ -473,11 +508,13 @@ def test_what_waits_is_used_behind_its_barrier() -> None:
         assert re.search(rf"{tie}#1\b", text) and re.search(rf"{tie}#0\b", text), tie
 
 
-def planned_for(target: str, tokens: int = 4096, **options) -> Sharded:
+def planned_for(
+    target: str, tokens: int = 4096, width: int = 8192, **options
+) -> Sharded:
     mesh = targets.mesh(target)
     rows = mesh.size * tokens
     step = plain_step(dtype=jnp.bfloat16)
-    return shard_fn(step, mesh, state_of(8192, 4 * 8192), (rows, 8192), **options)
+    return shard_fn(step, mesh, state_of(width, 4 * width), (rows, width), **options)
 
 
 def compiled_for(target: str, tokens: int, **options) -> Any:
@@ -507,6 +544,19 @@ def test_the_compiled_step_waits_less(target, tokens) -> None:
     )
     assert options[IN_FLIGHT] == 8 and COMBINES in options
     assert ahead.exposed_seconds < 0.7 * none.exposed_seconds
+    assert ahead.step_seconds < none.step_seconds
+
+
+@pytest.mark.parametrize(
+    ("target", "width"),
+    [aot("h100:64", 2048), aot("h200:64", 1024, exhaustive=True)],
+)
+def test_the_compiled_step_of_small_parts_waits_less(target, width) -> None:
+    """Of weights of 8 and 32 MiB, and a fourth of that, 64 devices have small parts."""
+    ahead = compiled_for(target, 4096, width=width)
+    none = compiled_for(target, 4096, width=width, prefetch=0)
+    assert ahead.verification.ok
+    assert ahead.exposed_seconds < none.exposed_seconds
     assert ahead.step_seconds < none.step_seconds
 
 
