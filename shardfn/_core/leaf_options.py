@@ -192,12 +192,13 @@ class LeafOptions(TypedDict, total=False):
             attention. What an iteration begins with is then there, at the price of
             these weights alone. "auto", the default: on Hopper GPUs of several hosts,
             loops that can hide it gather what comes before a layer's largest weights
-            one layer ahead, and what is small, as they do with "first"; others gather
-            as with 0. In unrolled layers a number is a bound, which takes no further
-            gathers: at most so many layers' weights, or without `jax.checkpoint` so
-            many weights, are gathered or in flight beside those in use; 0, "first" and
-            "auto" bound nothing. Try "first", then 1, if a report says that the device
-            waits for gathers.""",
+            one layer ahead, and what is small, as they do with "first". Those that send
+            small parts gather ahead what "first" says; others gather as with 0. In
+            unrolled layers a number is a bound, which takes no further gathers: at most
+            so many layers' weights, or without `jax.checkpoint` so many weights, are
+            gathered or in flight beside those in use; 0, "first" and "auto" bound
+            nothing. Try "first", then 1, if a report says that the device waits for
+            gathers.""",
         ),
     ]
     bucket_bytes: Annotated[
