@@ -96,8 +96,7 @@ def planned(model: Model, target: str) -> str:
     plan = programs.sharded(model, mesh).plan(*programs.arguments(model, mesh.size))
     if not order_gathers.orders_gathers(plan.body):
         return FREE
-    runs_ahead = any(c.used_first and c.times > model.layers for c in plan.collectives)
-    return AHEAD if runs_ahead else IN_TURN
+    return AHEAD if any(c.ahead for c in plan.collectives) else IN_TURN
 
 
 def row(name: str, target: str) -> list[str]:

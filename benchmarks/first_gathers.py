@@ -20,6 +20,7 @@ from balanced import compiled
 from criteria_cases import GPT_1B, LLAMA_7B, SMALL, T5_11B, Model
 from criteria_table import markdown
 
+from shardfn._schedule.order_gathers import orders_gathers
 from shardfn.analysis import targets
 
 CASES = {
@@ -38,11 +39,13 @@ COLUMNS = (
 )
 
 
-def gathers_ahead(model: Model, target: str) -> bool:
-    """Whether a step gathers ahead by itself."""
+def planned(model: Model, target: str) -> str:
+    """What a step gathers ahead by itself, and whether the rest is gathered in turn."""
     mesh = targets.mesh(target)
     plan = programs.sharded(model, mesh).plan(*programs.arguments(model, mesh.size))
-    return any(c.used_first and c.times > model.layers for c in plan.collectives)
+    if not any(c.ahead for c in plan.collectives):
+        return "nothing ahead"
+    return "first, in turn" if orders_gathers(plan.body) else "first"
 
 
 def row(name: str, target: str) -> list[str]:
@@ -51,7 +54,7 @@ def row(name: str, target: str) -> list[str]:
     first = compiled(model, target, prefetch="first")
     both = (none, first)
     return [
-        *(name, target, "first" if gathers_ahead(model, target) else "nothing ahead"),
+        *(name, target, planned(model, target)),
         *(f"{1e3 * each.step_seconds:,.1f} ms" for each in both),
         f"{first.step_seconds / none.step_seconds:.3f}",
         *(f"{each.exposed_seconds / each.step_seconds:.1%}" for each in both),

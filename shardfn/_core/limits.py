@@ -170,8 +170,8 @@ BALANCED_FLOPS = 5000
 a compiler misjudges the network: see docs/schedule.md."""
 
 BALANCED_BYTES = 3 * 2**26
-"""Bytes of the weights that most has to be of for that. With 200 MiB, GPT-13B on 64
-H100s takes 0.81 of the time; with half of that and less, some models take longer."""
+"""Bytes of the weights that most has to be of for that. GPT-13B, with 200 MiB, takes
+0.76 to 0.81 of the time on 64 H100s; with half of that, some models take longer."""
 
 BALANCED_SHARE = Fraction(2, 5)
 """The most of what is gathered that products of one operand may need for that."""

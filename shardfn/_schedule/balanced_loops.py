@@ -7,6 +7,7 @@ begins with, and where less is, none does.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -14,6 +15,7 @@ from shardfn._core.limits import (
     BALANCED_BYTES,
     BALANCED_FLOPS,
     BALANCED_SHARE,
+    CHAINED_BYTES,
     SUMS_FLOPS,
     SUMS_PART,
 )
@@ -31,8 +33,9 @@ from shardfn._schedule.loop_events import events
 class _Traffic:
     """What an iteration of a loop computes, and what it sends meanwhile.
 
-    What it sends are its sums, or in a loop that stacks none, as in a forward pass, its
-    gathers, for a third of the FLOPs of a backward pass.
+    What it sends are its sums, or its gathers if the large ones of these are more, as
+    where weights are frozen. A loop that stacks no sum, as in a forward pass, has a
+    third of the FLOPs of a backward pass for them.
 
     Attributes:
       flops: of a device, three times those of a loop that stacks no sum.
@@ -88,7 +91,7 @@ def computes_for_longer(node: Node, loop: Apply, axes: Axes) -> bool:
     if not axes.hides_network:
         return False
     traffic = _traffic(node, loop, axes)
-    return bool(traffic.sent) and traffic.flops >= SUMS_FLOPS * traffic.size
+    return traffic.flops >= SUMS_FLOPS * traffic.size
 
 
 def hides_transfers(node: Node, loop: Apply, axes: Axes) -> bool:
@@ -111,16 +114,20 @@ def scattered_sums(node: Node, loop: Apply) -> dict[Site, StackedSum]:
 def _traffic(node: Node, loop: Apply, axes: Axes) -> _Traffic:
     (program,) = node.bodies
     sums = scattered_sums(node, loop).values()
-    sent = [(each.term_bytes(axes), each.part_bytes(axes)) for each in sums]
+    summed = [(each.term_bytes(axes), each.part_bytes(axes)) for each in sums]
     every = list(events(program, loop.bodies[0], axes, ()))
     flops = sum((some for _, some, _ in every), Fraction())
-    if sums:
-        return _Traffic(flops, tuple(sent))
     for ahead in loop.ahead:
         every += events(program, ahead.part, axes, ())
-    gathers = [s for _, _, s in every if s is not None and s.gathers_state]
-    sent = [(moved_whole(step), _part(step, axes)) for step in gathers]
-    return _Traffic(3 * flops, tuple(sent))
+    moves = [s for _, _, s in every if s is not None and s.gathers_state]
+    gathered = [(moved_whole(step), _part(step, axes)) for step in moves]
+    sent = gathered if not sums or _large(gathered) > _large(summed) else summed
+    return _Traffic(flops if sums else 3 * flops, tuple(sent))
+
+
+def _large(sent: Sequence[tuple[int, int]]) -> int:
+    """Bytes of what is worth a place of its own in the order of moves."""
+    return sum(size for size, _ in sent if size >= CHAINED_BYTES)
 
 
 def _part(step: Reshard, axes: Axes) -> int:

@@ -26,12 +26,6 @@ from shardfn._schedule.first_gathers import mark_first_gathers
 from shardfn._schedule.order_gathers import gathers_ahead
 from shardfn._schedule.versions import fresh
 
-NOT_FIRST = Note(
-    "prefetch",
-    "gathered in its own iteration, whose first products do not use it "
-    "(prefetch='first')",
-)
-
 AUTO_IN_TURN = Note(
     "prefetch",
     "gathered ahead, as of loops that gather in turn is what comes before the largest "
@@ -82,6 +76,12 @@ class _Asked:
         if asked == AUTO and self.of_itself:
             return self.of_itself
         return Note("prefetch", f"gathered ahead, as prefetch={asked!r} asks")
+
+    def left(self, program: Program, step: Reshard) -> Note:
+        """Why a move does not run ahead where the first ones do."""
+        asked = self.control.of(*program.leaf(step.source.value)).prefetch
+        text = "gathered in its own iteration, whose first products do not use it"
+        return Note("prefetch", f"{text} (prefetch={asked!r})")
 
 
 def prefetch(
@@ -156,12 +156,13 @@ def _comes_from_host(program: Program, node: Node) -> bool:
 
 
 def _explained(program: Program, body: BodyPlan, asked: _Asked) -> BodyPlan:
-    """A body whose gathers say why "first", which they are asked, leaves them."""
+    """A body whose gathers say why they are left where the first ones run ahead."""
     steps: list[Step] = []
     for step in body.steps:
         if isinstance(step, Reshard):
             if asked.of(program, step) == FIRST and not step.used_first:
-                step = replace(step, notes=noted(step, NOT_FIRST))
+                note = asked.left(program, step)
+                step = replace(step, notes=noted(step, note))
         elif (node := program.nodes[step.node]).kind == "remat":
             inner = _explained(node.bodies[0], step.bodies[0], asked)
             step = replace(step, bodies=(inner,))

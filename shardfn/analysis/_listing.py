@@ -206,7 +206,10 @@ def _walk(
         for ahead in step.ahead:
             runs = times.each((step.times or 0) + ahead.lead)
             place = Surroundings((*at.place, step.node, 0))
-            yield from _walk(node.bodies[0], ahead.part, axes, runs, None, place)
+            for line, found in _walk(
+                node.bodies[0], ahead.part, axes, runs, None, place
+            ):
+                yield replace(line, ahead=ahead.lead), found
         for i, plan in enumerate(step.bodies):
             place = at.within(node, i, step.node, times.per_step, first)
             yield from _walk(node.bodies[i], plan, axes, inner, counted, place)

@@ -39,6 +39,7 @@ class Collective:
       undelayed: whether the compiler may not delay it into a loop's next iteration.
       used_first: of a gather in a loop, whether an iteration's first products use it;
         see `prefetch="first"`.
+      ahead: how many iterations before that which uses it a loop gathers it.
       value: which value of the program is moved: the same for moves of it in several
         bodies.
       alike: the first value of its body that is computed as it is; see
@@ -73,6 +74,7 @@ class Collective:
     gradient: int = 0
     undelayed: bool = False
     used_first: bool = False
+    ahead: int = 0
     value: tuple[int, ...] = field(default=(), compare=False)
     alike: tuple[int, ...] = field(default=(), compare=False, repr=False)
     body: tuple[int, ...] = field(default=(), compare=False)

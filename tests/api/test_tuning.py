@@ -331,15 +331,22 @@ def test_advice_keeps_to_what_fits_and_to_what_is_not_asked(report) -> None:
     assert lack.takes < 0 and "frees" in lack.text(1.0)
     quiet = dataclasses.replace(report.timeline, device=())
     assert advise(dataclasses.replace(report, timeline=quiet), devices, 2**40) == ()
-    lines = tuple(map(in_turn, report.plan.collectives))
-    ordered = dataclasses.replace(
-        report, plan=dataclasses.replace(report.plan, collectives=lines)
-    )
+    ordered = with_lines(report, in_turn)
     options = [dict(r.options) for r in advise(ordered, devices, report.target.memory)]
     assert options and not any("prefetch" in option for option in options)
+    ahead = with_lines(report, lambda c: dataclasses.replace(c, ahead=c.used_first))
+    options = [dict(r.options) for r in advise(ahead, devices, report.target.memory)]
+    assert [o["prefetch"] for o in options if "prefetch" in o] == [1]
     least = ADVISED_SHARE * report.step_seconds
     few = tuple(dataclasses.replace(r, saves=least / 2) for r in report.advice)
     assert "may help" not in str(dataclasses.replace(report, advice=few))
+
+
+def with_lines(report, change):
+    """A report of a plan whose lines are changed."""
+    lines = tuple(map(change, report.plan.collectives))
+    plan = dataclasses.replace(report.plan, collectives=lines)
+    return dataclasses.replace(report, plan=plan)
 
 
 def in_turn(line: shardfn.Collective) -> shardfn.Collective:

@@ -18,6 +18,7 @@ from compilers import aot
 from jax import lax
 from plan_helpers import Sharded, cpu_mesh, shard_fn, walk
 
+import shardfn
 from shardfn._core import compat
 from shardfn._core.barrier import barrier_p
 from shardfn._core.plan import Apply, BodyPlan, Reshard
@@ -166,9 +167,49 @@ def test_loops_of_small_parts_gather_ahead_what_their_first_products_use() -> No
     said = str(case.plan.explain("q"))
     assert "limits.SUMS_FLOPS" in said and "prefetch='auto'" in said
     assert "order_gathers" not in said
+    left = str(case.plan.explain("o"))
+    assert "do not use it (prefetch='auto')" in left
     gathers = [c for c in case.plan.collectives if c.op == "all_gather"]
     assert {c.times for c in gathers if c.path == "q"} == {LAYERS + 1}
     assert {c.times for c in gathers if c.path == "o"} == {LAYERS}
+    assert {c.path for c in gathers if c.ahead} == {"scale", "q", "k", "v"}
+
+
+def test_what_gathers_more_than_it_sums_is_held_against_what_it_gathers() -> None:
+    """As a step that trains little of its weights, whose sums are small."""
+
+    def step(state, base, x):
+        def loss_of(state):
+            h, _ = lax.scan(jax.checkpoint(layer), x, base | state)
+            return jnp.mean(h**2)
+
+        loss, grads = jax.value_and_grad(loss_of)(state)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, state, grads), loss
+
+    def ahead(flops: int) -> list[bool]:
+        shapes = state_of()
+        trained = {"o": shapes.pop("o")}
+        with mock.patch.object(balanced_loops, "SUMS_FLOPS", flops):
+            states = (arrays(trained), arrays(shapes))
+            sharding = shardfn.fully_shard(
+                step, cpu_mesh(8), state_argnums=(0, 1), stationary=False, min_size=0
+            )
+            x = jax.ShapeDtypeStruct((64, WIDTH), "float32")
+            lines = sharding.plan(*states, x).collectives
+        gathers = [c for c in lines if c.op == "all_gather" and c.path.endswith("q")]
+        return [c.ahead > 0 for c in gathers]
+
+    def arrays(shapes):
+        return {k: jax.ShapeDtypeStruct(s, "float32") for k, s in shapes.items()}
+
+    with in_turn(False, least_part=10**9):
+        with mock.patch.object(balanced_loops, "CHAINED_BYTES", 1):
+            assert ahead(0) == [True, True]
+            # Products of 8 rows of a device, three for each weight, by bytes of it:
+            # fewer are computed for what is gathered, more for the one sum.
+            flops = 8 * 2 * 3 // 4
+            assert ahead(flops) == [False, False]
+        assert ahead(flops)[1]
 
 
 def test_loops_of_small_parts_that_send_for_longer_gather_nothing_ahead() -> None:

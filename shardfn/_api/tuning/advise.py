@@ -90,7 +90,7 @@ def _prefetch(figures: Figures, devices: Devices, memory: int) -> Iterator[Advic
     if in_turn or not lines or not waits or any(map(layers_ahead, asked)):
         return
     why = f"the device waits {seconds_text(waits)} for gathers"
-    first = [c for c in lines if c.used_first]
+    first = [c for c in lines if c.used_first and not c.ahead]
     if first and FIRST not in asked:
         title, size = "first weights of a layer ahead", _most_of_a_phase(first)
         yield Advice(title, (("prefetch", FIRST),), waits, size, why)
