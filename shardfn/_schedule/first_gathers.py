@@ -125,7 +125,8 @@ class _Visit:
                     return None
                 self.used |= origin.gathers
                 # One without a weight, such as a norm's, is none to hide gathers.
-                origin = _Origin(depends_on_product=bool(origin.gathers))
+                leaves = any(program.leaf(ref.value) for ref in reads(step))
+                origin = _Origin(depends_on_product=leaves or bool(origin.gathers))
             known.update(dict.fromkeys(map(Ref, node.outputs), origin))
             known.update(dict.fromkeys(step.exports, origin))
         made = (*(ref for ref in body.outputs if ref is not None), *body.exports)

@@ -212,6 +212,13 @@ def test_what_gathers_more_than_it_sums_is_held_against_what_it_gathers() -> Non
         assert ahead(flops)[1]
 
 
+def test_products_with_whole_weights_are_first_ones() -> None:
+    with in_turn(False, least_part=10**9):
+        whole = dict.fromkeys(("scale", *"qkvo"), False)
+        forward, _ = loops(sharded(shard=whole))
+    assert ahead_of(*forward) == set()
+
+
 def test_loops_of_small_parts_that_send_for_longer_gather_nothing_ahead() -> None:
     with in_turn(False, least_part=10**9):
         with mock.patch.object(balanced_loops, "SUMS_FLOPS", 10**9):
