@@ -38,6 +38,8 @@ from shardfn.testing import assert_parity
 LAYERS, WIDTH, WIDE = 5, 32, 128
 AHEAD = {"scale", "q", "k", "v", "o", "bias"}
 """What comes before the largest, and what is small."""
+KINDS = [(True, 1), (False, 1), (False, 10**9)]
+"""Loops that are balanced, that compute for longer, and of these with small parts."""
 COMBINES = "xla_gpu_reduce_scatter_combine_threshold_bytes"
 IN_FLIGHT = "xla_gpu_experimental_parallel_collective_overlap_limit"
 
@@ -340,9 +342,7 @@ def test_balanced_loops_stack_sums_last(balanced) -> None:
 
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("remat", [True, False])
-@pytest.mark.parametrize(
-    ("balanced", "least_part"), [(True, 1), (False, 1), (False, 10**9)]
-)
+@pytest.mark.parametrize(("balanced", "least_part"), KINDS)
 @pytest.mark.parametrize("devices", [8, 6])
 def test_numbers_are_those_of_the_plain_step(
     devices, balanced, least_part, remat
@@ -380,10 +380,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("balanced", [True, False])
-def test_other_options_compose(balanced, name) -> None:
+@pytest.mark.parametrize(("balanced", "least_part"), KINDS)
+def test_other_options_compose(balanced, least_part, name) -> None:
     options, (state, batch) = OPTIONS[name], values(rows=64)
-    with in_turn(balanced):
+    with in_turn(balanced, least_part):
         made = []
         for prefetch in (0, "auto"):
             case = sharded(prefetch=prefetch, **options)
