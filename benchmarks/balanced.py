@@ -12,7 +12,7 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -26,7 +26,7 @@ from criteria_table import markdown
 
 from shardfn._core import compat
 from shardfn._schedule import balanced_loops, order_gathers, undelayed_sums
-from shardfn.analysis import Report, targets
+from shardfn.analysis import Plan, Report, targets
 from shardfn.storage import _stored_layout
 
 
@@ -90,10 +90,15 @@ def compiled(model: Model, target: str, **options: Any) -> Report:
     return step.on(target, *programs.arguments(model, mesh.size))
 
 
+def plan_of(model: Model, target: str) -> Plan:
+    """The plan of a step without options."""
+    mesh = targets.mesh(target)
+    return programs.sharded(model, mesh).plan(*programs.arguments(model, mesh.size))
+
+
 def planned(model: Model, target: str) -> str:
     """Which of the orders a step has by itself."""
-    mesh = targets.mesh(target)
-    plan = programs.sharded(model, mesh).plan(*programs.arguments(model, mesh.size))
+    plan = plan_of(model, target)
     if not order_gathers.orders_gathers(plan.body):
         return FREE
     return AHEAD if any(c.ahead for c in plan.collectives) else IN_TURN
@@ -115,17 +120,24 @@ def row(name: str, target: str) -> list[str]:
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--case", action="append", choices=CASES)
+def print_table(
+    description: str | None,
+    cases: Mapping[str, tuple[Model, tuple[str, ...]]],
+    columns: tuple[str, ...],
+    row: Callable[[str, str], list[str]],
+) -> None:
+    """Prints the rows of the cases that the command line names, or of all, each on its
+    targets, and each also when it is there."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--case", action="append", choices=cases)
     rows = []
-    for name in parser.parse_args().case or CASES:
-        for target in CASES[name][1]:
+    for name in parser.parse_args().case or cases:
+        for target in cases[name][1]:
             print(f"{name} on {target}", file=sys.stderr, flush=True)
             rows.append(row(name, target))
             print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
-    print(f"JAX {jax.__version__}\n\n{markdown(COLUMNS, rows)}")
+    print(f"JAX {jax.__version__}\n\n{markdown(columns, rows)}")
 
 
 if __name__ == "__main__":
-    main()
+    print_table(__doc__, CASES, COLUMNS, row)

@@ -7,21 +7,15 @@ GPUs that are not there; needs the extra `aot`; a row takes 20 to 100 s.
     python benchmarks/first_gathers.py --case t5-11b
 """
 
-import argparse
 import os
-import sys
 from dataclasses import replace
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
-import criteria_programs as programs
-import jax
-from balanced import compiled
+from balanced import compiled, plan_of, print_table
 from criteria_cases import GPT_1B, LLAMA_7B, SMALL, T5_11B, Model
-from criteria_table import markdown
 
 from shardfn._schedule.order_gathers import orders_gathers
-from shardfn.analysis import targets
 
 CASES = {
     "gpt-1.3b": (GPT_1B, ("h100:128", "h100:512")),
@@ -41,8 +35,7 @@ COLUMNS = (
 
 def planned(model: Model, target: str) -> str:
     """What a step gathers ahead by itself, and whether the rest is gathered in turn."""
-    mesh = targets.mesh(target)
-    plan = programs.sharded(model, mesh).plan(*programs.arguments(model, mesh.size))
+    plan = plan_of(model, target)
     if not any(c.ahead for c in plan.collectives):
         return "nothing ahead"
     return "first, in turn" if orders_gathers(plan.body) else "first"
@@ -62,16 +55,5 @@ def row(name: str, target: str) -> list[str]:
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--case", action="append", choices=CASES)
-    rows = []
-    for name in parser.parse_args().case or CASES:
-        for target in CASES[name][1]:
-            rows.append(row(name, target))
-            print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
-    print(f"JAX {jax.__version__}\n\n{markdown(COLUMNS, rows)}")
-
-
 if __name__ == "__main__":
-    main()
+    print_table(__doc__, CASES, COLUMNS, row)

@@ -193,11 +193,11 @@ def test_what_gathers_more_than_it_sums_is_held_against_what_it_gathers() -> Non
         trained = {"o": shapes.pop("o")}
         with mock.patch.object(balanced_loops, "SUMS_FLOPS", flops):
             states = (arrays(trained), arrays(shapes))
-            sharding = shardfn.fully_shard(
+            sharded_step = shardfn.fully_shard(
                 step, cpu_mesh(8), state_argnums=(0, 1), stationary=False, min_size=0
             )
             x = jax.ShapeDtypeStruct((64, WIDTH), "float32")
-            lines = sharding.plan(*states, x).collectives
+            lines = sharded_step.plan(*states, x).collectives
         gathers = [c for c in lines if c.op == "all_gather" and c.path.endswith("q")]
         return [c.ahead > 0 for c in gathers]
 
