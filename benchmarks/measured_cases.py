@@ -23,7 +23,7 @@ ONE = {
     "bert-large": BERT,
 }
 """Models on one GPU. The Llama has the sizes of 3.2 1B."""
-MANY = ("gpt-1.3b-8", "llama-7b-64", "gpt-175b-128", "t5-11b-8")
+MANY = ("gpt-1.3b-8", "llama-7b-64", "gpt-175b-128", "t5-11b-8", "t5-11b-512")
 """Cases of `criteria.py`."""
 NAMES = (*ONE, RESNET, *MANY)
 TINY = {"tiny": Model("gpt", 2, 128, 2, 64, 512, 512, 16, rows=1)}
