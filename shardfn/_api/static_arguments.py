@@ -11,7 +11,13 @@ from typing import Any, TypeVar
 import jax
 
 from shardfn._api.call_arguments import parameter_names
-from shardfn._core.errors import ShardingError, called, last_line, step_name
+from shardfn._core.errors import (
+    UNKNOWN,
+    ShardingError,
+    called,
+    last_line,
+    step_name,
+)
 from shardfn._core.sharding import Axes
 from shardfn._trace.trace_step import trace_once
 from shardfn.storage._leaves import leaves_of
@@ -20,6 +26,10 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 Python = Mapping[int | str, bool | int | float]
 """Arguments that are Python numbers, by position or name."""
+
+_OF_TRACERS = (TypeError, ValueError, IndexError)
+"""What JAX raises where a step asks for a value: for a branch, for the length of a loop
+that is differentiated or a static argument, and for the bound of a slice."""
 
 
 def advises_binding(method: Method) -> Method:
@@ -30,13 +40,16 @@ def advises_binding(method: Method) -> Method:
     def advised(self: Any, *args: Any, **named: Any) -> Any:
         try:
             return method(self, *args, **named)
-        except TypeError as error:  # JAX's errors of tracers are such
+        except ShardingError:
+            raise
+        except _OF_TRACERS as error:
             given = dict(enumerate(args)) | named
             static = {
                 p: x for p, x in given.items() if isinstance(x, bool | int | float)
             }
             step, axes = self.plain.step, self.storage.axes
-            if not static or not _works(step, args, named, static, axes):
+            works = functools.partial(_works, step, args, named, axes)
+            if not static or works({}) or not works(static):
                 raise
             _refuse(step, static, error)
 
@@ -47,10 +60,11 @@ def _works(
     step: Callable[..., Any],
     args: Sequence[Any],
     named: Mapping[str, Any],
-    static: Python,
     axes: Axes,
+    static: Python,
 ) -> bool:
-    """Whether the step can be traced with the values of some arguments."""
+    """Whether the step can be traced with the values of these arguments, and the others
+    as arrays."""
 
     def with_static(args: Sequence[Any], named: Mapping[str, Any]) -> Any:
         filled = [static.get(i, x) for i, x in enumerate(args)]
@@ -64,13 +78,15 @@ def _works(
     return trace_once(with_static, avals, axes) is not None
 
 
-def _refuse(step: Callable[..., Any], static: Python, error: TypeError) -> None:
+def _refuse(step: Callable[..., Any], static: Python, error: Exception) -> None:
     names = dict(enumerate(parameter_names(step)))
     bound = [f"{names.get(p, p)}={x!r}" for p, x in static.items()]  # pyright: ignore
+    place = last_line(error)
+    at = "" if place == UNKNOWN else f"  at {place}\n"
     raise ShardingError(
         f"{step_name()} asks for the value of an argument while it is traced, and all "
         "arguments are arrays then.\n"
-        f"  at {last_line(error)}\n{called()}"
+        f"{at}{called()}"
         "Bind what is known before, and shard one step for each value: fully_shard("
         f"functools.partial({step_name()}, {', '.join(bound)}), ...)."
     ) from error

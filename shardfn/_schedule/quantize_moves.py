@@ -16,7 +16,7 @@ from shardfn._core.moves import AllGather, AllReduce, ReduceScatter, moves_of
 from shardfn._core.option_values import WireDtype
 from shardfn._core.phases import UPDATE
 from shardfn._core.plan import BodyPlan, Ref, Reshard
-from shardfn._core.program import Program
+from shardfn._core.program import Names, Program
 from shardfn._core.quantized import Quantized, find_blocks, is_quantized
 from shardfn._core.quantized_leaf import dequantize_p, written_as
 from shardfn._core.reasons import Note, noted
@@ -45,7 +45,7 @@ UNDIVIDED = (
 )
 FLATTENED = (
     "exact: {option} quantizes along a dimension, and shards are cut out of the "
-    "flattened value; shard= may name a dimension that blocks divide"
+    "flattened value, as the devices divide none"
 )
 AS_STORED = "moves in the eight bits that its leaf is stored in"
 WRITTEN = "quantized over {axis} to {dtype}, {block} along dimension {dim} to a scale"
@@ -131,13 +131,7 @@ def _quantized(
         smallest = step.path[0] if option == GATHER else _split_end(step, move.axis)
         found = find_blocks(step.part_shape, smallest, axes, asked.quantize_block)
         if found is None and control.is_named(option, leaf):
-            raise ShardingError(
-                f"{option} names {listed(leaf)}, which cannot be quantized: no "
-                f"dimension of a shard can be cut into equal blocks of "
-                f"{asked.quantize_block}, or down to half of it.\n{called()}"
-                f"What moves has the shape {step.shape}. Pass a quantize_block that "
-                "divides a dimension of a shard of it, or do not name it."
-            )
+            raise _cannot(option, leaf, step, smallest, asked.quantize_block)
         if found is None:
             text = FLATTENED if is_flat(smallest) else UNDIVIDED
             text = text.format(option=option, block=asked.quantize_block)
@@ -149,6 +143,25 @@ def _quantized(
         text = WRITTEN.format(axis=axis, dtype=dtype, block=block, dim=dim)
         step = _noted(step, f"{text}: {option} asks for it")
     return replace(step, written=tuple(written)) if any(written) else step
+
+
+def _cannot(
+    option: str, leaf: Names, step: Reshard, smallest: Sharding, block: int
+) -> ShardingError:
+    """What a leaf is refused with that a user named, and why."""
+    if is_flat(smallest):
+        why = "blocks lie along a dimension, and shards of it are cut out of the "
+        why += "flattened value"
+        do = "The devices divide no dimension of that: do not name it."
+    else:
+        why = f"no dimension of a shard can be cut into equal blocks of {block}, or "
+        why += "down to half of it"
+        do = "Pass a quantize_block that divides a dimension of a shard of it, or do "
+        do += "not name it."
+    return ShardingError(
+        f"{option} names {listed(leaf)}, which cannot be quantized: {why}.\n{called()}"
+        f"What moves has the shape {step.shape}. {do}"
+    )
 
 
 def by_axis(asked: WireDtype, axes: Axes) -> list[str | None]:

@@ -5,6 +5,7 @@ what, where, why and what to do; afterwards the caller's state still trains.
 import functools
 import re
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 import equinox as eqx
 import jax
@@ -619,6 +620,59 @@ def test_a_step_that_branches_on_an_argument(mesh, state, method, args, named) -
     assert "functools.partial(train_step, " in message
     bound = functools.partial(train_step, train=True)
     shardfn.fully_shard(bound, mesh, **OPTIONS).plan(state, make_batch())
+
+
+def _sliced(state, batch, k):
+    return plain_step(state, batch)[0], batch["x"][:, :k].sum()
+
+
+def _looped(state, batch, k):
+    def total(x):
+        return jnp.sum(jax.lax.fori_loop(0, k, lambda i, x: jnp.tanh(x), x))
+
+    return plain_step(state, batch)[0], jax.grad(total)(batch["x"]).sum()
+
+
+@functools.partial(jax.jit, static_argnames="k")
+def _static(state, batch, k):
+    return plain_step(state, batch)[0], batch["x"].sum() * k
+
+
+@pytest.mark.parametrize("train_step", [_sliced, _looped, _static])
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_step_that_needs_a_number_otherwise(mesh, state, train_step, by_name) -> None:
+    """JAX's errors of these are no TypeErrors."""
+    step = shardfn.fully_shard(train_step, mesh, donate=False, **OPTIONS)
+    args, named = ((), {"k": 2}) if by_name else ((2,), {})
+    name = train_step.__name__
+    message = refuse(
+        lambda: step(state, make_batch(), *args, **named),
+        f"{name} asks for the value of an argument while it is traced",
+        f"fully_shard(functools.partial({name}, k=2), ...).",
+        what=name,
+    )
+    assert "unknown" not in message
+    bound = functools.partial(train_step, k=2)
+    shardfn.fully_shard(bound, mesh, **OPTIONS).plan(state, make_batch())
+
+
+def test_an_error_of_a_step_that_can_be_traced_passes(mesh, state) -> None:
+    """It is of what comes after, though the step has a number among its arguments."""
+
+    def train_step(state, batch, scale):
+        return jax.tree.map(lambda w: w * scale, state), batch["x"].sum()
+
+    step = shardfn.fully_shard(train_step, mesh, donate=False, **OPTIONS)
+    with (
+        mock.patch.object(
+            type(step), "as_pure", side_effect=ValueError("of something else")
+        ),
+        pytest.raises(ValueError, match="of something else"),
+    ):
+        step.lower(state, make_batch(), 2.0)
+    with pytest.raises(shardfn.ShardingError, match="batch leaf") as caught:
+        step(state, {"x": np.ones((3, 5), object)}, 2.0)
+    assert "asks for the value" not in str(caught.value)
 
 
 def test_an_error_that_binding_does_not_cure_passes(mesh, state) -> None:

@@ -371,8 +371,16 @@ def test_flattened_leaves_stay_exact() -> None:
     for option in ("gather_dtype", "reduce_dtype"):
         text = f"exact: {option} quantizes along a dimension, and shards are cut out of"
         assert text in found.explain("a")
-    with pytest.raises(shardfn.ShardingError, match="names 'a', which cannot be"):
+    with pytest.raises(shardfn.ShardingError) as caught:
         _ = plan({"a": "int8"})
+    message = str(caught.value)
+    assert message.startswith(
+        "gather_dtype names 'a', which cannot be quantized: blocks lie along a "
+        "dimension, and shards of it are cut out of the flattened value.\n"
+        "  step.plan was called"
+    )
+    end = "(41, 41, 41). The devices divide no dimension of that: do not name it."
+    assert message.endswith(end) and "quantize_block" not in message
 
 
 @pytest.mark.standard_promotion
