@@ -284,8 +284,8 @@ def test_the_report_shows_what_the_compiler_was_told(monkeypatch):
     step = shardfn.fully_shard(train_step, cpus(), min_size=0)
     assert step.on("h100:8", *args).compiler_options == (HIDING, MERGED)
     report = step.on("h100:16", *args)
-    assert report.compiler_options == (HIDING, (LIMIT, 4), MERGED)
-    assert f"\n  compiler option {LIMIT}=4\n" in str(report)
+    assert report.compiler_options == (HIDING, (LIMIT, 5), MERGED)
+    assert f"\n  compiler option {LIMIT}=5\n" in str(report)
     monkeypatch.setenv("XLA_FLAGS", f"--{LIMIT}=1")
     assert step.on("h100:16", *args).compiler_options == (HIDING, MERGED)
 
@@ -334,7 +334,7 @@ TPU = "tpu:v5p:2x2x2"
             {
                 "gathers pipelined by XLA",
                 "sums not delayed by XLA",
-                "four transfers in flight",
+                "eight transfers in flight",
                 "one latency per operation",
             },
         ),

@@ -169,7 +169,7 @@ def _flags(figures: Figures, devices: Devices, memory: int) -> Iterator[Advice]:
     both = _waits(figures, AllGather.op, ReduceScatter.op)
     for name, saves, frees in (
         ("gathers pipelined by XLA", gathers, False),
-        ("four transfers in flight", both, False),
+        ("eight transfers in flight", both, False),
         (ONE_LATENCY, both, False),
         ("gathers pipelined over ICI", gathers, False),
         ("layer scheduler", both, False),
