@@ -150,17 +150,17 @@ def _cannot(
 ) -> ShardingError:
     """What a leaf is refused with that a user named, and why."""
     if is_flat(smallest):
-        why = "blocks lie along a dimension, and shards of it are cut out of the "
-        why += "flattened value"
-        do = "The devices divide no dimension of that: do not name it."
-    else:
-        why = f"no dimension of a shard can be cut into equal blocks of {block}, or "
-        why += "down to half of it"
-        do = "Pass a quantize_block that divides a dimension of a shard of it, or do "
-        do += "not name it."
+        return ShardingError(
+            f"{option} names {listed(leaf)}, which cannot be quantized: blocks lie "
+            "along a dimension, and shards of it are cut out of the flattened value.\n"
+            f"{called()}What moves has the shape {step.shape}. The devices divide no "
+            "dimension of that: do not name it."
+        )
     return ShardingError(
-        f"{option} names {listed(leaf)}, which cannot be quantized: {why}.\n{called()}"
-        f"What moves has the shape {step.shape}. {do}"
+        f"{option} names {listed(leaf)}, which cannot be quantized: no dimension of a "
+        f"shard can be cut into equal blocks of {block}, or down to half of it.\n"
+        f"{called()}What moves has the shape {step.shape}. Pass a quantize_block that "
+        "divides a dimension of a shard of it, or do not name it."
     )
 
 
