@@ -26,7 +26,8 @@ from shardfn._core.sharding import Axes, Sharding
 from shardfn._core.shown_limits import SHOWN_LEAVES
 from shardfn._lowering.choose_dimensions import StoredByUse, choose_dimensions
 from shardfn._lowering.interpreter import emit
-from shardfn._lowering.plan_jaxpr import Planner, StepFacts, plan_jaxpr
+from shardfn._lowering.plan_jaxpr import Planner, plan_jaxpr
+from shardfn._lowering.planned_jaxpr import StepFacts
 from shardfn._lowering.planned_program import Planned
 from shardfn._trace.factored_sums import sum_before_factors
 from shardfn._trace.leaf_names import name_leaves

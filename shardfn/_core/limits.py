@@ -91,6 +91,14 @@ STATIONARY_BYTES = 2**18
 """The bytes per device and step that have to be saved for the same: at 900 GB/s of an
 H100's links they take a third of a microsecond, less than one collective's latency."""
 
+ASKED_SPREAD = 6
+"""How many standard deviations more than the mean a device may ask of another in a
+round, where rows of tables are asked of the devices that own them: 65,536 rows, spread
+evenly over 512 devices, then take a second round in one step of 400."""
+
+ASKED_ROUNDS = 4
+"""Rounds that they are taken to need where plans are compared, if not spread evenly."""
+
 LATENCY_BYTES = 2**18
 """What a collective counts for beside its bytes where two plans are compared: however
 little it sends, it takes some ten microseconds to begin on GPUs, and some on TPUs. 5

@@ -43,6 +43,8 @@ class OpShardingRule:
       terms: a factor that counts the terms of a sum, "" for none. Where an operand has
         it split, operands without it are left as terms up to the op, and results
         without it are reduced right behind it.
+      owned: a factor of rows that devices own, "" for none. Other operands, and results
+        that are not like the first, have one element for each block of it.
       threshold: which limit decided what may be split, for people; two rules that
         differ in nothing else are equal.
     """
@@ -60,6 +62,7 @@ class OpShardingRule:
     groups: tuple[tuple[str, int], ...] = ()
     regroups: bool = False
     terms: str = ""
+    owned: str = ""
     threshold: str = field(default="", compare=False)
 
     def size(self, factor: str) -> int:

@@ -44,7 +44,7 @@ def with_result(
             inner, [value], (*inner.nodes[:at], *nodes, *inner.nodes[at + 1 :])
         )
 
-    return _in_body(program, tuple(body), change)
+    return in_body(program, tuple(body), change)
 
 
 def with_operands(
@@ -83,7 +83,7 @@ def with_operands(
             nodes.append(node)
         return _with_values(inner, [*moved], tuple(nodes))
 
-    return _in_body(program, body, change)
+    return in_body(program, body, change)
 
 
 def _constraint(
@@ -113,7 +113,7 @@ def _with_values(
     return replace(program, avals=avals, nodes=nodes, leaves=leaves)
 
 
-def _in_body(
+def in_body(
     program: Program, path: BodyPath, change: Callable[[Program], Program]
 ) -> Program:
     """The program with one of its bodies changed, or itself."""
@@ -122,7 +122,7 @@ def _in_body(
     value, body, *rest = path
     at = next(i for i, n in enumerate(program.nodes) if value in n.outputs[:1])
     bodies = list(program.nodes[at].bodies)
-    bodies[body] = _in_body(bodies[body], tuple(rest), change)
+    bodies[body] = in_body(bodies[body], tuple(rest), change)
     node = replace(program.nodes[at], bodies=tuple(bodies))
     nodes = (*program.nodes[:at], node, *program.nodes[at + 1 :])
     return replace(program, nodes=nodes)

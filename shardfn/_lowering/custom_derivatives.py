@@ -21,7 +21,8 @@ from shardfn._core.program import Node, Program, aval_of
 from shardfn._core.sharding import Axes, Sharding
 from shardfn._lowering.plan_jaxpr import plan_jaxpr
 
-Emit = Callable[[Program, BodyPlan, Sequence[jax.Array], Axes], list[jax.Array]]
+Emit = Callable[..., list[jax.Array]]
+"""`(program, plan, args, axes, differentiated=...)` to what the plan returns."""
 
 
 def run_custom(
@@ -178,7 +179,8 @@ class _Planned:
     emit: Emit
 
     def __call__(self, *blocks: jax.Array) -> list[jax.Array]:
-        return self.emit(self.program, self.body, blocks, self.axes)
+        given = self.program, self.body, blocks, self.axes
+        return self.emit(*given, differentiated=True)
 
     @property
     def outputs(self) -> list[tuple[Any, Sharding]]:

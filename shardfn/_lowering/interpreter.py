@@ -51,6 +51,7 @@ def emit(
     axes: Axes,
     place: Place = (),
     apart: frozenset[str] = frozenset(),
+    differentiated: bool = False,
 ) -> list[jax.Array]:
     """Runs `program` by `plan` on one device's blocks.
 
@@ -61,12 +62,14 @@ def emit(
       axes: the mesh axes, bound by the surrounding `shard_map`.
       place: where the plan stands in the plan that it is part of.
       apart: mesh axes along which devices run it on different rows of the batch.
+      differentiated: whether it is a rule of a derivative: all that it does to tangents
+        is then linear, also the sum of elements of which each lies on one device.
 
     Returns:
       Local blocks, as `plan.output_shardings` says, exports and what is handed on.
     """
     with compat.broadcasts_ranks():
-        return _Run(program, plan, axes, place, apart).run(args)
+        return _Run(program, plan, axes, place, apart, differentiated).run(args)
 
 
 def _emit_part(
@@ -88,6 +91,7 @@ class _Run:
     axes: Axes
     place: Place
     apart: frozenset[str]
+    differentiated: bool = False
     env: dict[Ref, Any] = field(default_factory=dict)
     literals: dict[Any, jax.Array] = field(default_factory=dict)
     extremes: dict[Ref, Extreme] = field(default_factory=dict)
@@ -300,7 +304,7 @@ class _Run:
         results, extreme = run_op(*given, self.axes, self.cut)
         if extreme is not None:
             self.extremes[Ref(node.outputs[0])] = extreme
-        if is_picked(step, node):
+        if is_picked(step, node) and not self.differentiated:
             self.picked.add(Ref(node.outputs[0]))
         if node.eqn.primitive is dequantize_p:
             how, dtype = written_as(node.eqn), results[0].dtype
@@ -308,13 +312,6 @@ class _Run:
         return results
 
     def flow(self, step: Apply, node: Node, imports: Arrays) -> ControlFlow:
-        return ControlFlow(
-            node=node,
-            step=step,
-            imports=imports,
-            axes=self.axes,
-            place=self.place,
-            apart=self.apart,
-            emit=emit,
-            emit_part=_emit_part,
-        )
+        run = functools.partial(emit, differentiated=self.differentiated)
+        around = self.axes, self.place, self.apart
+        return ControlFlow(node, step, imports, *around, run, _emit_part)

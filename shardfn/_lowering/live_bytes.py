@@ -8,17 +8,25 @@ from collections.abc import Iterator
 
 from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step, reads
 from shardfn._core.program import Program
+from shardfn._core.regions import Region
 from shardfn._core.sharding import Axes, Sharding
 from shardfn._core.sizes import local_bytes
 
 
-def live_bytes(program: Program, body: BodyPlan, axes: Axes) -> int:
+def live_bytes(
+    program: Program,
+    body: BodyPlan,
+    axes: Axes,
+    outside: frozenset[Ref] = frozenset(),
+) -> int:
     """The most bytes of what a program makes that are live at once on one device.
 
     Args:
       program: the program.
       body: its plan.
       axes: the mesh axes.
+      outside: versions that are counted already, where what makes them is part of
+        another program.
 
     Returns:
       The bytes; arguments of the program are not among them.
@@ -31,6 +39,8 @@ def live_bytes(program: Program, body: BodyPlan, axes: Axes) -> int:
     live = most = 0
     for i, step in enumerate(body.steps):
         for ref, sharding in _made(program, step):
+            if ref in outside:
+                continue
             size = local_bytes(program.avals[ref.value], sharding, axes)
             if isinstance(step, Reshard) and step.in_bits:
                 size //= step.itemsize
@@ -55,5 +65,16 @@ def _inside(program: Program, step: Step, axes: Axes) -> int:
     """What is live in the bodies of a step."""
     if not isinstance(step, Apply):
         return 0
-    bodies = zip(program.nodes[step.node].bodies, step.bodies, strict=True)
-    return max((live_bytes(p, body, axes) for p, body in bodies), default=0)
+    node = program.nodes[step.node]
+    bodies = zip(node.bodies, step.bodies, node.regions, strict=True)
+    return max(
+        (live_bytes(p, body, axes, _returned(body, r)) for p, body, r in bodies),
+        default=0,
+    )
+
+
+def _returned(body: BodyPlan, region: Region) -> frozenset[Ref]:
+    """What of a body are results of its node: what an iteration hands on is written in
+    place, and a call hands on what its body makes."""
+    refs = (body.outputs[j] for j, _ in region.returned() if j not in region.stacks)
+    return frozenset(ref for ref in refs if ref is not None)

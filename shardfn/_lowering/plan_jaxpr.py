@@ -5,11 +5,10 @@ its program and its scheduled plan.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shardfn._core.automatic_axes import AutoSplit
 from shardfn._core.control import NOTHING_ASKED, Control
 from shardfn._core.option_values import Stationary
 from shardfn._core.plan import BodyPlan
@@ -17,15 +16,21 @@ from shardfn._core.program import Program, aval_of
 from shardfn._core.sent_bytes import Made, sent
 from shardfn._core.sharding import Axes, Sharding, stored_shape
 from shardfn._core.stages import Observer, unobserved
-from shardfn._lowering.choose_generated import GeneratedChoice, choose_generated
+from shardfn._lowering.choose_generated import choose_generated
+from shardfn._lowering.choose_lookups import (
+    LookupsChoice,
+    are_worth,
+    exchanged_lookups,
+)
 from shardfn._lowering.choose_loops import LoopsChoice, choose_loops
 from shardfn._lowering.choose_narrow_gathers import (
     NarrowChoice,
     choose_narrow_gathers,
 )
-from shardfn._lowering.choose_owners import OwnersChoice, choose_owners
+from shardfn._lowering.choose_owners import choose_owners
 from shardfn._lowering.choose_stationary import StationaryChoice, choose_stationary
 from shardfn._lowering.leaf_uses import uses_of
+from shardfn._lowering.planned_jaxpr import PlannedJaxpr, StepFacts
 from shardfn._lowering.replanning import Replanning, is_better
 from shardfn._propagation.automatic_axes import split_automatically
 from shardfn._propagation.exchange_rows import has_exchanges
@@ -34,60 +39,6 @@ from shardfn._propagation.stationary import can_stay, is_padded, stationary
 from shardfn._schedule.pipeline import schedule
 from shardfn._schedule.widen_reductions import widen
 from shardfn._trace.jaxpr_to_program import make_program
-from shardfn._trace.passes import Argument
-
-
-@dataclass(frozen=True, slots=True)
-class StepFacts:
-    """What is known of a training step beyond its jaxpr.
-
-    Attributes:
-      arguments: what its arguments are, in the jaxpr's order.
-      arrange: makes its program one of the arguments and results that are asked for.
-      auto_inputs: how automatic mesh axes split each argument of that.
-      auto_outputs: how they split each result.
-      program: the jaxpr as a program, if it was made before.
-      on_host: arguments that arrive in the host's memory, and the results of the same
-        positions, which leave there.
-      aliased: results that are written over arguments, if those are donated.
-    """
-
-    arguments: Sequence[Argument]
-    arrange: Callable[[Program], Program]
-    auto_inputs: Sequence[AutoSplit]
-    auto_outputs: Sequence[AutoSplit]
-    program: Program | None = None
-    on_host: frozenset[int] = frozenset()
-    aliased: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedJaxpr:
-    """A planned function.
-
-    Attributes:
-      program: the function.
-      body: its plan.
-      stationary: which leaves of the state stay where they are, and why.
-      owners: which updates of whole matrices are divided among their owners, and why.
-      generated: which rows that the step makes by itself are split, and why.
-      loops: how much loops hold whole, and why.
-      narrow: which weights are made of what is gathered, and why.
-    """
-
-    program: Program
-    body: BodyPlan
-    stationary: StationaryChoice
-    owners: OwnersChoice = OwnersChoice()
-    generated: GeneratedChoice = GeneratedChoice()
-    loops: LoopsChoice = LoopsChoice()
-    narrow: NarrowChoice = NarrowChoice()
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """The plan's lines about these choices."""
-        choices = self.stationary, self.narrow, self.loops, self.generated, self.owners
-        return tuple(note for choice in choices for note in choice.notes)
 
 
 def plan_jaxpr(
@@ -142,6 +93,8 @@ def plan_jaxpr(
         start = replace(start, program=generated.program, narrow=planner.narrow)
         planner, made, choice = start.choose()
 
+    start, (planner, made, choice), lookups = start.with_lookups(planner, made, choice)
+
     def plan(program: Program) -> Made:
         other = replace(planner, program=program)
         return other.plan(choice.all, choice.whole)
@@ -151,7 +104,8 @@ def plan_jaxpr(
     if observe is not unobserved:
         planner = replace(planner, program=owners.program or planner.program)
         made = planner.plan(choice.all, choice.whole, observe)
-    return PlannedJaxpr(*made, choice, owners, generated, planner.loops, planner.narrow)
+    found = owners, generated, planner.loops, planner.narrow, lookups
+    return PlannedJaxpr(*made, choice, *found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +140,21 @@ class Planner:
         other = self.staying(*self.gathering(narrowly=False))  # others may stay
         prices = [sent(*each[1], self.axes).price for each in (other, first)]
         return other if self.asked(True) or prices[0] < prices[1] else first
+
+    def with_lookups(
+        self, planner: "Planner", made: Made, choice: StationaryChoice
+    ) -> tuple["Planner", tuple["Planner", Made, StationaryChoice], LookupsChoice]:
+        """What has chosen a plan, and the choice, or those with rows of tables asked of
+        the devices that own them, if that is better."""
+        first = planner, made, choice
+        lookups = exchanged_lookups(self.program, made, self.axes)
+        if lookups.program is None:
+            return self, first, lookups
+        start = replace(self, program=lookups.program)
+        other = start.choose()
+        if not are_worth(other[1], made, self.axes):
+            return self, first, LookupsChoice()
+        return start, other, replace(lookups, after=sent(*other[1], self.axes))
 
     def staying(
         self, planner: "Planner", made: Made

@@ -195,6 +195,8 @@ class Meeting:
         leaf's has."""
         if not self.rule.size(factor) % self.count:
             return False
+        if factor == self.rule.owned:
+            return True
         sides = [
             (dims, state, self.dim_of(dims, factor))
             for dims, state in zip(self.rule.operands, self.states, strict=True)

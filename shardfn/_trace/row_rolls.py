@@ -17,7 +17,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from shardfn._core import compat
-from shardfn._core.clamped_index import clamped
+from shardfn._core.index_bounds import clamped
 from shardfn._core.program import Atom, number_of
 from shardfn._core.shift import shift
 from shardfn._trace.row_shifts import Pieces, shaped

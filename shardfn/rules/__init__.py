@@ -16,6 +16,7 @@ from shardfn.rules import contraction as contraction
 from shardfn.rules import elementwise as elementwise
 from shardfn.rules import indexing as indexing
 from shardfn.rules import linalg as linalg
+from shardfn.rules import owned_rows as owned_rows
 from shardfn.rules import quantized as quantized
 from shardfn.rules import random as random
 from shardfn.rules import rearranging as rearranging

@@ -15,8 +15,8 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from shardfn._core.barrier import barrier
-from shardfn._core.clamped_index import clamped
 from shardfn._core.compat import loses_clamps, primitives
+from shardfn._core.index_bounds import clamped, fill_of, in_bounds
 from shardfn._core.make_rule import make_rule
 from shardfn._core.op_sharding_rule import OpShardingRule
 from shardfn._core.rule_registry import LocalOp, register_rule
@@ -51,7 +51,7 @@ def _gather_local(op: LocalOp, *operands: jax.Array) -> Sequence[jax.Array]:
     shape, windows = shape_of(op.eqn), op.eqn.params["slice_sizes"]
     fills = "FILL" in op.eqn.params["mode"].name
     columns = [
-        _in_bounds(indices[..., k], shape[d] - windows[d] + 1)
+        in_bounds(indices[..., k], shape[d] - windows[d] + 1)
         if fills
         else clamped(indices[..., k], shape[d] - windows[d])
         for k, d in enumerate(looked_up)
@@ -70,25 +70,12 @@ def _filled(
 ) -> jax.Array:
     """What the first device gives in place of what lies outside; the others zero."""
     params = op.eqn.params
-    fill = params["fill_value"]
-    if fill is None:
-        fill = _default_fill(found.dtype)
-    numbers = params["dimension_numbers"]
+    fill, numbers = fill_of(params, found.dtype), params["dimension_numbers"]
     batch = [d for d in range(found.ndim) if d not in numbers.offset_dims]
     outside = jax.lax.broadcast_in_dim(outside, found.shape, batch)
     is_first = functools.reduce(jnp.logical_and, (start == 0 for start in starts))
     fill = jnp.where(is_first, jnp.asarray(fill, found.dtype), jnp.zeros_like(found))
     return jnp.where(outside, fill, found)
-
-
-def _default_fill(dtype: Any) -> Any:
-    """What JAX gives for what lies outside, unless a step says what."""
-    if jnp.issubdtype(dtype, jnp.inexact):
-        return np.nan
-    if dtype == np.dtype(bool):
-        return True
-    info = jnp.iinfo(dtype)
-    return info.min if jnp.issubdtype(dtype, jnp.signedinteger) else info.max
 
 
 @register_rule(*primitives("gather"), local=_gather_local)
@@ -184,7 +171,7 @@ def _scatter_local(op: LocalOp, *operands: jax.Array) -> Sequence[jax.Array]:
         if clamps:
             column = clamped(column, shape[d] - windows[d])
         else:
-            column = _in_bounds(column, shape[d] - windows[d] + 1)
+            column = in_bounds(column, shape[d] - windows[d] + 1)
         columns.append(column - start)
     if loses_clamps() and indices.size == indices.shape[-1]:
         # What XLA makes of one index reads the row that it names, of all devices' rows
@@ -192,16 +179,6 @@ def _scatter_local(op: LocalOp, *operands: jax.Array) -> Sequence[jax.Array]:
         (x,) = barrier(x)
     mode = jax.lax.GatherScatterMode.FILL_OR_DROP
     return op.bind(x, jnp.stack(columns, axis=-1), updates, mode=mode)
-
-
-def _in_bounds(index: jax.Array, size: int) -> jax.Array:
-    """An index as int32, far below zero if it is not one of `size` elements: what a
-    device has in front of its block is less, so it is written nowhere."""
-    largest = int(jnp.iinfo(index.dtype).max)
-    inside = index >= 0
-    if size <= largest:
-        inside &= index < jnp.asarray(size, index.dtype)
-    return jnp.where(inside, index.astype(jnp.int32), jnp.iinfo(jnp.int32).min // 2)
 
 
 _scatter_rule = functools.partial(register_rule, local=_scatter_local)

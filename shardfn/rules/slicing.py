@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from shardfn._core.clamped_index import clamped
 from shardfn._core.compat import is_key, primitives
+from shardfn._core.index_bounds import clamped
 from shardfn._core.make_rule import make_rule
 from shardfn._core.op_sharding_rule import OpShardingRule
 from shardfn._core.rule_registry import LocalOp, register_rule
