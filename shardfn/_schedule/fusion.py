@@ -7,12 +7,14 @@ In: a node. Out: what its rule says of that; the plan's estimate of memory reads
 import jax.numpy as jnp
 
 from shardfn._core.compat import ADDITIONS, primitives
+from shardfn._core.owned_rows import add_owned_p
 from shardfn._core.plan import Apply, HostStep, Step
 from shardfn._core.program import ZERO, Node, Program, aval_of
 
-_WRITES_INTO = primitives(
-    *("scatter", "scatter-add", "scatter-sub", "scatter-mul"),
-    *("scatter-min", "scatter-max", "dynamic_update_slice"),
+_WRITES_INTO = (
+    *primitives("scatter", "scatter-add", "scatter-sub", "scatter-mul"),
+    *primitives("scatter-min", "scatter-max", "dynamic_update_slice"),
+    add_owned_p,
 )
 _ADDS_INTO = primitives("scatter-add")
 _PICKS = primitives("gather", "dynamic_slice")

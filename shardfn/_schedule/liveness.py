@@ -27,7 +27,12 @@ from shardfn._schedule import fusion
 from shardfn._schedule.cast_stacks import cast_stacks
 from shardfn._schedule.delayed_sums import delayed_sums
 from shardfn._schedule.heap import Heap
-from shardfn._schedule.made_bytes import exported, moved_bytes, version_bytes
+from shardfn._schedule.made_bytes import (
+    exported,
+    moved_bytes,
+    results_of,
+    version_bytes,
+)
 from shardfn._schedule.stacked_casts import narrow_dtypes
 
 
@@ -46,6 +51,8 @@ class Liveness:
       out: versions that are handed out.
       known: see `roots`.
       within: per node, what is live in its bodies.
+      results_of: versions that are results of the node whose body this is, and the
+        argument that holds each before, of a loop: None for a call.
     """
 
     program: Program
@@ -58,6 +65,7 @@ class Liveness:
     out: set[Ref] = field(default_factory=set)
     known: dict[Ref, frozenset[Ref]] = field(default_factory=dict)
     within: dict[int, int] = field(default_factory=dict)
+    results_of: dict[Ref, Ref | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         steps, outputs = self.body.run
@@ -72,7 +80,8 @@ class Liveness:
                 self.readers.setdefault(ref, []).append((step, at))
         aliased = self.body.aliased
         others = {ref for j, ref in enumerate(outputs) if j not in aliased}
-        for ref in {outputs[j] for j in aliased} - others:
+        inside = {ref for ref in self.results_of if self.is_counted_outside(ref)}
+        for ref in {outputs[j] for j in aliased} - others | inside:
             if ref in self.made:
                 self.made[ref] = self.made[ref][0], 0
 
@@ -265,6 +274,18 @@ class Liveness:
             if operand is not None:
                 yield from self.roots(operand)
 
+    def is_counted_outside(self, ref: Ref) -> bool:
+        """Whether a result of the node whose body this is takes no more than what it
+        does there: a call's does not, nor what an iteration writes into what it
+        carries."""
+        before, step = self.results_of[ref], self.made.get(ref, (None, 0))[0]
+        if before is None:
+            return True
+        if not isinstance(step, Apply) or step.operands[:1] == ():
+            return False
+        writes = step.bodies or fusion.writes_into(self.node(step))
+        return bool(writes) and before in self.overwritten(ref, step)
+
     def inside(self, step: Step | HostStep) -> int:
         """What is live in the bodies of a step, or in an iteration of a loop over
         blocks."""
@@ -282,9 +303,11 @@ class Liveness:
 
     def inside_bodies(self, step: Apply) -> int:
         node = self.program.nodes[step.node]
-        bodies = zip(node.bodies, step.bodies, strict=True)
+        bodies = zip(node.bodies, step.bodies, node.regions, strict=True)
         each = (
-            max(Liveness(p, body, self.axes, self.heap).profile()) for p, body in bodies
+            max(Liveness(p, body, self.axes, self.heap, results_of=of).profile())
+            for p, body, region in bodies
+            for of in [results_of(node, p, body, region)]
         )
         waiting = delayed_sums(node, step, self.axes) if self.heap.delays_sums else 0
         program = node.bodies[-1] if node.bodies else self.program

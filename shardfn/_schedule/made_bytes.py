@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard
 from shardfn._core.program import Node, Program
+from shardfn._core.regions import Region
 from shardfn._core.sharding import Axes
 from shardfn._core.sizes import local_bytes
 
@@ -45,3 +46,15 @@ def version_bytes(program: Program, body: BodyPlan, ref: Ref, axes: Axes) -> int
             sharding = step.result_shardings[node.outputs.index(ref.value)]
             return local_bytes(program.avals[ref.value], sharding, axes)
     return 0
+
+
+def results_of(
+    node: Node, program: Program, body: BodyPlan, region: Region
+) -> dict[Ref, Ref | None]:
+    """Which of what a body hands out are results of its node, and for those that a loop
+    carries the argument in which an iteration gets them."""
+    if node.is_call:
+        return {ref: None for ref in body.outputs if ref is not None}
+    carried = {j: Ref(program.inputs[i]) for j, i in region.loops}
+    outputs = ((body.outputs[j], before) for j, before in carried.items())
+    return {ref: before for ref, before in outputs if ref is not None}
