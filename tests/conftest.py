@@ -22,7 +22,8 @@ os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
 os.environ["XLA_FLAGS"] = (
     "--xla_cpu_parallel_codegen_split_count=1 --xla_backend_optimization_level=0"
     " --xla_llvm_disable_expensive_passes=true"
-    + " --xla_cpu_use_fusion_emitters=false" * version("jax").startswith("0.10.")
+    + " --xla_cpu_use_fusion_emitters=false"
+    * version("jax").startswith("0.10.")
 )
 
 from collections.abc import Callable, Iterator

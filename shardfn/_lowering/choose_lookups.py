@@ -6,8 +6,8 @@ of all rows that are looked up, or the table would be gathered. What a round sen
 known; how many rounds a step needs depends on the data (`_trace.row_requests`).
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Set
+from dataclasses import dataclass, field
 
 from shardfn._core.errors import listed, where
 from shardfn._core.limits import (
@@ -16,10 +16,10 @@ from shardfn._core.limits import (
     STATIONARY_LIVE,
     STATIONARY_SHARE,
 )
-from shardfn._core.plan import Apply, BodyPlan, Reshard
+from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard
 from shardfn._core.program import ZERO, Node, Program, number_of
 from shardfn._core.sent_bytes import Made, Sent, sent
-from shardfn._core.sharding import Axes, Sharding, Split, Unreduced
+from shardfn._core.sharding import Axes, Sharding, Split
 from shardfn._core.shown_limits import SHOWN_LEAVES
 from shardfn._core.sizes import nbytes
 from shardfn._lowering.constrained_values import BodyPath
@@ -78,13 +78,15 @@ def exchanged_lookups(program: Program, made: Made, axes: Axes) -> LookupsChoice
         return LookupsChoice()
     nodes: list[tuple[BodyPath, int]] = []
     places, at_once, saves = dict[str, None](), set[int](), 0
-    for path, node, lookup, times in _found(*made, axes, (), 1):
-        saved = _saved(node, lookup)
+    search = _Search(axes)
+    search.body(*made, (), 1, _Entering())
+    for found in search.found:
+        saved = _saved(found.node, found.lookup)
         if saved > 0:
-            nodes.append((path, node.outputs[0]))
-            at_once.add(lookup.requests.at_once)
-            places[where(node.eqn)] = None
-            saves += times * saved
+            nodes.append((found.path, found.node.outputs[0]))
+            at_once.add(found.lookup.requests.at_once)
+            places[where(found.node.eqn)] = None
+            saves += found.times * saved
     before = sent(*made, axes, unknown=ASKED_ROUNDS)
     if not nodes or saves < _least(before):
         return LookupsChoice()
@@ -117,45 +119,111 @@ def _saved(node: Node, lookup: Lookup) -> int:
     return now - ASKED_ROUNDS * requests.round_bytes(row)
 
 
-def _found(
-    program: Program, body: BodyPlan, axes: Axes, path: BodyPath, times: int
-) -> Iterator[tuple[BodyPath, Node, Lookup, int]]:
-    """The lookups in rows of the state, the body that each is in, and how often it
-    runs."""
-    moves = {step.result: step for step in body.steps if isinstance(step, Reshard)}
-    summed = {step.source.value for step in moves.values() if _sums(step, axes)}
-    for step in body.steps:
-        if not isinstance(step, Apply):
-            continue
-        node = program.nodes[step.node]
-        for k, inner in enumerate(zip(node.bodies, step.bodies, strict=True)):
-            runs = times * (step.times or 1)
-            yield from _found(*inner, axes, (*path, *node.outputs[:1], k), runs)
-        if node.kind != "op" or not step.operands:
-            continue
-        lookup = lookup_of(program, node, axes)
-        table = step.operands[0]
-        if lookup is None or table is None:
-            continue
-        is_zero, gradient = node.kinds[0] == ZERO, number_of(node.outputs[0])
-        of_leaf, ways = bool(program.leaf(table.value)), [step.operand_shardings[0]]
-        if table in moves:
-            of_leaf |= moves[table].stored
-            ways.append(moves[table].path[0])
-        has_rows = any(_has_rows(sharding, axes, of_leaf) for sharding in ways)
-        if has_rows or (is_zero and gradient in summed):
-            yield path, node, lookup, times
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A lookup in rows of the state: in which body, and how often it runs."""
+
+    path: BodyPath
+    node: Node
+    lookup: Lookup
+    times: int
 
 
-def _sums(step: Reshard, axes: Axes) -> bool:
-    """Whether a move sums terms, and leaves rows of the sum where a leaf has them."""
-    start = step.path[0][axes.stored]
-    return isinstance(start, Unreduced) and _has_rows(step.path[-1], axes, False)
+@dataclass(frozen=True, slots=True)
+class _Entering:
+    """What is known of the arguments of a body.
+
+    Attributes:
+      rows: those whose rows are split like a leaf's, or were until they were gathered.
+      invariant: those that are the same in each iteration of a loop.
+    """
+
+    rows: frozenset[int] = frozenset()
+    invariant: frozenset[int] = frozenset()
 
 
-def _has_rows(sharding: Sharding, axes: Axes, of_leaf: bool) -> bool:
-    """Whether rows are split of what is a leaf of the state, or is split like one."""
-    state = sharding[axes.stored]
-    if not isinstance(state, Split) or state.dim != 0:
-        return False
-    return of_leaf or state.stored or state.stationary
+@dataclass(slots=True)
+class _Search:
+    """The lookups of a plan.
+
+    Attributes:
+      axes: the mesh axes.
+      found: those found so far.
+      shapes: those of the tables.
+    """
+
+    axes: Axes
+    found: list[_Found] = field(default_factory=list)
+    shapes: set[tuple[int, ...]] = field(default_factory=set)
+
+    def body(
+        self,
+        program: Program,
+        body: BodyPlan,
+        path: BodyPath,
+        times: int,
+        entering: _Entering,
+    ) -> None:
+        """Finds those in a body. What a loop looks up again in each iteration is left
+        alone: a compiler asks for it once, in front of the loop."""
+        moves = {step.result: step for step in body.steps if isinstance(step, Reshard)}
+        invariant = set(entering.invariant)
+
+        def has_rows(ref: Ref, sharding: Sharding | None) -> bool:
+            of_leaf, ways = bool(program.leaf(ref.value)), [sharding]
+            if ref in moves:
+                of_leaf |= moves[ref].stored
+                ways.append(moves[ref].path[0])
+            splits = (s[self.axes.stored] for s in ways if s is not None)
+            return ref.value in entering.rows or any(
+                isinstance(split, Split)
+                and split.dim == 0
+                and (of_leaf or split.stored or split.stationary)
+                for split in splits
+            )
+
+        for step in body.steps:
+            if not isinstance(step, Apply):
+                continue
+            node = program.nodes[step.node]
+            given = [number_of(atom) for atom in node.inputs]
+            if invariant.issuperset(v for v in given if v >= 0) and invariant:
+                invariant.update(node.outputs)
+            operands = zip(given, step.operands, step.operand_shardings, strict=False)
+            rows = {
+                v for v, ref, at in operands if ref is not None and has_rows(ref, at)
+            }
+            for k, (inner, plan) in enumerate(
+                zip(node.bodies, step.bodies, strict=True)
+            ):
+                at, runs = (*path, *node.outputs[:1], k), times * (step.times or 1)
+                inside = _entering(node, k, inner, rows, invariant)
+                self.body(inner, plan, at, runs, inside)
+            lookup = lookup_of(program, node, self.axes) if given else None
+            if lookup is None or node.kind != "op" or given[1] in invariant:
+                continue
+            shape = (lookup.requests.rows, *lookup.row)
+            is_gradient = node.kinds[0] == ZERO and shape in self.shapes
+            if given[0] in rows or is_gradient:
+                self.shapes.add(shape)
+                self.found.append(_Found(path, node, lookup, times))
+
+
+def _entering(
+    node: Node, k: int, inner: Program, rows: Set[int], invariant: Set[int]
+) -> _Entering:
+    """What is known of the arguments of a body of a node."""
+    region = node.regions[k]
+    given = region.entering([number_of(atom) for atom in node.inputs])
+    same = region.constants if node.is_loop else range(len(given))
+    whole = [i not in region.slices for i in range(len(given))]
+    return _Entering(
+        frozenset(
+            v for i, v in enumerate(inner.inputs) if whole[i] and given[i] in rows
+        ),
+        frozenset(
+            v
+            for i, v in enumerate(inner.inputs)
+            if i in same and (node.is_loop or given[i] in invariant)
+        ),
+    )

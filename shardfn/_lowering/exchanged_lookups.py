@@ -60,20 +60,30 @@ class Lookup:
         is_outside = in_bounds(indices, self.requests.rows) < 0
         return is_outside.reshape(*self.shape, *(1 for _ in self.row))
 
-    def run(self, table: jax.Array, indices: jax.Array, *rest: jax.Array) -> jax.Array:
-        """What the node does with its operands, and then what says whom to ask."""
-        if not self.reads:
-            updates, *routed = rest
-            updates = updates.reshape(*self.shape, *self.row)
-            if not self.clamps:
-                none = jnp.zeros_like(updates)
-                updates = jnp.where(self.outside(indices), none, updates)
-            return self.requests.add(self.subtracts, table, updates, *routed)
-        found = self.requests.read(table, *rest)
+    def read(self, table: jax.Array, _: jax.Array, *routed: jax.Array) -> jax.Array:
+        """The rows of all lookups, in the shape of their numbers."""
+        return self.requests.read(table, *routed)
+
+    def filled(self, found: jax.Array, indices: jax.Array) -> jax.Array:
+        """What a node that reads makes of these rows."""
         if not self.clamps:
             fill = jnp.asarray(self.fill, found.dtype)
             found = jnp.where(self.outside(indices), fill, found)
         return found.reshape(*indices.shape[:-1], *self.row)
+
+    def add(
+        self,
+        table: jax.Array,
+        indices: jax.Array,
+        updates: jax.Array,
+        *routed: jax.Array,
+    ) -> jax.Array:
+        """What a node makes of a table to which it adds."""
+        updates = updates.reshape(*self.shape, *self.row)
+        if not self.clamps:
+            none = jnp.zeros_like(updates)
+            updates = jnp.where(self.outside(indices), none, updates)
+        return self.requests.add(self.subtracts, table, updates, *routed)
 
 
 def lookup_of(program: Program, node: Node, axes: Axes) -> Lookup | None:
@@ -143,7 +153,8 @@ class _LookupBody:
       axes: the mesh axes.
       avals: those of its values, and of more.
       nodes: its nodes so far.
-      routes: by what is looked up, the values that say whom to ask.
+      routes: by what is looked up, the values that say whom to ask; by the table, too,
+        the rows.
     """
 
     program: Program
@@ -179,13 +190,22 @@ class _LookupBody:
         )
 
     def replace(self, node: Node, lookup: Lookup) -> None:
-        """Adds what a lookup becomes."""
+        """Adds what a lookup becomes. Rows that are read twice are asked for once: a
+        compiler would merge what does it."""
         table, indices, *updates = node.inputs
         key = indices, lookup.requests
         if key not in self.routes:
             self.routes[key] = self.inline(node, lookup.route, [indices])
         operands = [table, indices, *updates, *self.routes[key]]
-        self.inline(node, with_derivative(node, lookup), operands, node.outputs)
+        run = with_derivative(node, lookup)
+        if not lookup.reads:
+            self.inline(node, run, operands, node.outputs)
+            return
+        key = table, *key
+        if key not in self.routes:
+            self.routes[key] = self.inline(node, run, operands)
+        found = [*self.routes[key], indices]
+        self.inline(node, lookup.filled, found, node.outputs)
 
     def inline(
         self,
@@ -230,16 +250,20 @@ class _LookupBody:
 
 
 def with_derivative(node: Node, lookup: Lookup) -> Callable[..., jax.Array]:
-    """What a lookup does, with the derivative that the node has: a loop whose rounds
-    depend on data has none that goes backward."""
-    run: Any = jax.custom_jvp(lookup.run)
+    """What reads rows, or adds to them, with the derivative that the node has: a loop
+    whose rounds depend on data has none that goes backward."""
+    run: Any = jax.custom_jvp(lookup.read if lookup.reads else lookup.add)
     params = node.eqn.params
-    params = {**params, "fill_value": 0} if lookup.reads else params
+    if lookup.reads:
+        params = {**params, "mode": jax.lax.GatherScatterMode.CLIP, "fill_value": None}
 
     def along(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
         table, _, *others = tangents
         changes = [table, primals[1], *others[: 0 if lookup.reads else 1]]
-        return run(*primals), node.eqn.primitive.bind(*changes, **params)
+        change = node.eqn.primitive.bind(*changes, **params)
+        if lookup.reads:
+            change = change.reshape(*lookup.shape, *lookup.row)
+        return run(*primals), change
 
     run.defjvp(along)
     return run

@@ -79,9 +79,10 @@ def _emit_part(
     axes: Axes,
     place: Place,
     apart: frozenset[str],
+    differentiated: bool = False,
 ) -> list[jax.Array]:
     """What a plan that runs ahead of a loop exports."""
-    return _Run(program, plan, axes, place, apart).run_part(args)
+    return _Run(program, plan, axes, place, apart, differentiated).run_part(args)
 
 
 @dataclass(slots=True)
@@ -312,6 +313,6 @@ class _Run:
         return results
 
     def flow(self, step: Apply, node: Node, imports: Arrays) -> ControlFlow:
-        run = functools.partial(emit, differentiated=self.differentiated)
-        around = self.axes, self.place, self.apart
-        return ControlFlow(node, step, imports, *around, run, _emit_part)
+        around, also = (self.axes, self.place, self.apart), self.differentiated
+        runs = (functools.partial(f, differentiated=also) for f in (emit, _emit_part))
+        return ControlFlow(node, step, imports, *around, *runs)

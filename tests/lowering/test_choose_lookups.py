@@ -19,6 +19,7 @@ from shardfn.testing import assert_parity
 
 MESH = cpu_mesh(8)
 WIDTH, BATCH, FEATURES = 7, 160, 3
+NOTE = "rows are asked of the devices that own them"
 
 
 @pytest.fixture
@@ -108,7 +109,7 @@ def test_rows_are_asked_of_their_owners(
     plan = shardfn.fully_shard(step, mesh, min_size=0, stationary=True).plan(
         state, batch
     )
-    assert "rows are asked of the devices that own them" in str(plan)
+    assert NOTE in str(plan)
     rows = {c.op for c in plan.collectives if c.shape[-1:] == (WIDTH,)}
     assert rows == {"all_to_all"}
     assert not [c for c in plan.collectives if c.path == "rows"]
@@ -144,7 +145,7 @@ def test_rows_outside_of_a_table_are_what_jax_makes_of_them(
     plan = shardfn.fully_shard(
         step, MESH, min_size=0, stationary=True, shard={"state": {"data": 0}}
     ).plan(rows, ids)
-    assert "rows are asked of the devices that own them" in str(plan)
+    assert NOTE in str(plan)
     assert_parity(step, MESH, rows, ids, **exact)  # pyright: ignore
 
 
@@ -178,6 +179,46 @@ def test_gradients_go_through_a_step_that_asks_for_rows() -> None:
         np.testing.assert_allclose(got, exact, rtol=1e-4)
 
 
+def read_twice(state: Any, batch: Any) -> Any:
+    """What lies outside of the table is once a number, and once another."""
+    at = state["rows"].at[batch["ids"]]
+    first, other = (at.get(mode="fill", fill_value=x) for x in (2.0, 5.0))
+    return state, (jnp.sin(first).sum(), other.sum())
+
+
+def same_rows_in_all_layers(state: Any, batch: Any) -> Any:
+    """A loop that looks up the same rows in each iteration."""
+
+    def layer(h: jax.Array, scale: jax.Array) -> Any:
+        return jnp.tanh(h * scale + state["rows"][batch["ids"]]), None
+
+    h = jnp.zeros((*batch["ids"].shape, WIDTH))
+    h, _ = jax.lax.scan(layer, h, jnp.arange(1.0, 4.0))
+    return state, jnp.square(h.sum() - batch["y"]).mean()
+
+
+@pytest.mark.usefixtures("asked")
+@pytest.mark.parametrize("kind", ["even", "outside"])
+def test_rows_that_are_read_twice_are_asked_for_once(kind: str) -> None:
+    """XLA merges loops that do the same, and the plan has to say what it runs."""
+    state, batch = example(3999, kind)
+    options: Any = {"min_size": 0, "stationary": True}
+    plan = shardfn.fully_shard(read_twice, MESH, **options).plan(state, batch)
+    rows = [c for c in plan.collectives if c.shape[-1:] == (WIDTH,)]
+    assert [c.op for c in rows] == ["all_to_all"]
+    assert_parity(read_twice, MESH, state, batch, **options, verify="error")
+
+
+@pytest.mark.usefixtures("asked")
+def test_what_is_the_same_in_each_iteration_is_not_asked_for_in_it() -> None:
+    """XLA asks once, in front of the loop."""
+    state, batch = example(3999, "even")
+    options: Any = {"min_size": 0, "stationary": True}
+    step = shardfn.fully_shard(same_rows_in_all_layers, MESH, **options)
+    assert NOTE not in str(step.plan(state, batch))
+    assert_parity(same_rows_in_all_layers, MESH, state, batch, **options)
+
+
 def wide_example(devices: int, table: int, rows: int) -> tuple[Any, Any]:
     """Shapes of a step whose tables nothing would be sent of but rows."""
 
@@ -188,9 +229,6 @@ def wide_example(devices: int, table: int, rows: int) -> tuple[Any, Any]:
     ids = jax.ShapeDtypeStruct((rows * devices, 2), jnp.int32)
     y = jax.ShapeDtypeStruct((rows * devices,), jnp.float32)
     return jax.eval_shape(create), {"ids": ids, "y": y}
-
-
-NOTE = "rows are asked of the devices that own them"
 
 
 def test_rows_are_asked_for_where_that_sends_less() -> None:

@@ -31,7 +31,9 @@ nnx_split_merge size_17 state_of_everything vocab_101
 NAMES = programs.names() if os.environ.get("SHARDFN_FORCED") else QUICK
 # Where weights move in a loop over time or layers, and rows in ragged groups, others
 # test.
-ELSEWHERE = {"lstm", "experts_ragged", "gpt_scan_remat"} if NAMES is QUICK else set[str]()
+ELSEWHERE = (
+    {"lstm", "experts_ragged", "gpt_scan_remat"} if NAMES is QUICK else set[str]()
+)
 # Of sixteen rows and no other number.
 SIXTEEN = """
 accumulate_given accumulate_scan adversarial contrastive decompositions_per_row
