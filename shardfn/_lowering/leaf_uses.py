@@ -6,8 +6,9 @@ which others stay with it.
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from shardfn._core.leaves import Names
 from shardfn._core.limits import JOINED_BYTES, STATIONARY_PART
@@ -40,12 +41,22 @@ class Use:
     times: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Gathered:
+    """What a gather makes of a leaf: its names, how it is stored, and its bytes."""
+
+    leaf: Names
+    stored: Sharding
+    size: int
+
+
 def uses_of(
     program: Program,
     body: BodyPlan,
     axes: Axes,
     times: int = 1,
     ahead: Sequence[BodyPlan] = (),
+    entering: Mapping[Ref, _Gathered] = MappingProxyType({}),
 ) -> Iterator[Use]:
     """What each gather of a stored value is for.
 
@@ -55,17 +66,25 @@ def uses_of(
       axes: the mesh axes.
       times: how often it runs.
       ahead: its parts that run in an earlier iteration of a loop.
+      entering: arguments that were gathered in front of a loop around it.
 
     Returns:
-      A `Use` for each gather in the plan and in its parts.
+      A `Use` for each gather in the plan and in its parts, and for each of those
+      arguments that its operations read, one of no more bytes.
     """
-    gathers = {
-        step.result: step
+    own = {
+        step.result: _Gathered(
+            program.leaf(step.source.value),
+            step.path[0],
+            nbytes(program.avals[step.result.value]),
+        )
         for plan in (body, *ahead)
         for step in plan.steps
         if isinstance(step, Reshard) and step.gathers_state
     }
+    gathers = {**entering, **own}
     read: list[tuple[Ref, int, int]] = []
+    followed: set[Ref] = set()
     for step in body.steps:
         if not isinstance(step, Apply):
             continue
@@ -75,12 +94,23 @@ def uses_of(
         for plan in ahead:
             calls = (s for s in plan.steps if isinstance(s, Apply) and s.bodies)
             parts += [call.bodies[0] for call in calls if call.node == step.node]
-        for bodies in zip(node.bodies, step.bodies, strict=True):
-            yield from uses_of(*bodies, axes, inner, parts)
+        given = gathers if node.is_loop else entering
+        for k, region in enumerate(node.regions):
+            inside = node.bodies[k]
+            same = region.constants if node.is_loop else range(len(region.operands))
+            operands = ((i, step.operands[region.operands[i]]) for i in same)
+            entered = {
+                Ref(inside.inputs[i]): ref
+                for i, ref in operands
+                if ref is not None and ref in given
+            }
+            followed.update(entered.values())
+            known = {at: given[ref] for at, ref in entered.items()}
+            yield from uses_of(inside, step.bodies[k], axes, inner, parts, known)
         operands = enumerate(() if step.bodies else step.operands)
         read += [(ref, step.node, i) for i, ref in operands if ref in gathers]
     met = [
-        _meet(program, ref, k, i, gathers[ref].path[0], axes)
+        _meet(program, ref, k, i, gathers[ref].stored, axes)
         for ref, k, i in read
         if ref is not None
     ]
@@ -88,10 +118,12 @@ def uses_of(
     least: dict[Ref, float] = {}
     for m in met:
         least[m.leaf] = least.get(m.leaf, 0) + m.least
-    for ref, step in gathers.items():
-        size = nbytes(program.avals[ref.value])
-        leaf = program.leaf(step.source.value)
-        yield Use(leaf, size, moved.get(ref, size), least.get(ref, size), times)
+    for ref, gathered in own.items():
+        leaf, size = gathered.leaf, gathered.size
+        others = 0 if ref in followed else size
+        yield Use(leaf, size, moved.get(ref, others), least.get(ref, others), times)
+    for ref in entering.keys() & moved.keys():
+        yield Use(entering[ref].leaf, 0, moved[ref], least[ref], times)
 
 
 def _moved_by(program: Program, met: Sequence["_Meet"]) -> dict[Ref, float]:
