@@ -61,7 +61,7 @@ class Lookup:
         return is_outside.reshape(*self.shape, *(1 for _ in self.row))
 
     def read(self, table: jax.Array, _: jax.Array, *routed: jax.Array) -> jax.Array:
-        """The rows of all lookups, in the shape of their numbers."""
+        """The rows of all lookups, [N, M, ...]."""
         return self.requests.read(table, *routed)
 
     def filled(self, found: jax.Array, indices: jax.Array) -> jax.Array:
