@@ -18,12 +18,8 @@ os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
 # In place of flags of the caller's shell, which would change the programs that tests
 # read: a module of machine code for each program, in parts no smaller than it. It is
 # compiled in a third of the time on jax 0.10, whose fusions can do without modules too.
-# Programs of tests run in no time: LLVM is asked for little, which saves a sixth.
-os.environ["XLA_FLAGS"] = (
-    "--xla_cpu_parallel_codegen_split_count=1 --xla_backend_optimization_level=0"
-    " --xla_llvm_disable_expensive_passes=true"
-    + " --xla_cpu_use_fusion_emitters=false"
-    * version("jax").startswith("0.10.")
+os.environ["XLA_FLAGS"] = "--xla_cpu_parallel_codegen_split_count=1" + (
+    " --xla_cpu_use_fusion_emitters=false" * version("jax").startswith("0.10.")
 )
 
 from collections.abc import Callable, Iterator

@@ -276,15 +276,14 @@ class Liveness:
 
     def is_counted_outside(self, ref: Ref) -> bool:
         """Whether a result of the node whose body this is takes no more than what it
-        does there: a call's does not, nor what an iteration writes into what it
-        carries."""
+        does there, as it is written in place: what a loop in a call makes, and what an
+        iteration writes into what it carries."""
         before, step = self.results_of[ref], self.made.get(ref, (None, 0))[0]
-        if before is None:
-            return True
-        if not isinstance(step, Apply) or step.operands[:1] == ():
+        if not isinstance(step, Apply):
             return False
-        writes = step.bodies or fusion.writes_into(self.node(step))
-        return bool(writes) and before in self.overwritten(ref, step)
+        if not (step.bodies or fusion.writes_into(self.node(step))):
+            return False
+        return before is None or before in self.overwritten(ref, step)
 
     def inside(self, step: Step | HostStep) -> int:
         """What is live in the bodies of a step, or in an iteration of a loop over
