@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from shardfn._core import compat
 from shardfn._core.constraint import split_rows
 from shardfn._core.equation_flops import flops_of
-from shardfn._core.errors import listed, where
+from shardfn._core.errors import where
 from shardfn._core.limits import (
     GENERATED_FLOPS,
     GENERATED_SHARE,
@@ -25,34 +25,25 @@ from shardfn._core.limits import (
 )
 from shardfn._core.plan import Apply, BodyPlan
 from shardfn._core.program import Node, Program, number_of
-from shardfn._core.sent_bytes import Made, Sent, sent
+from shardfn._core.sent_bytes import Made, sent
 from shardfn._core.sharding import Axes, Split
-from shardfn._core.shown_limits import SHOWN_LEAVES
 from shardfn._lowering.constrained_values import NodePath, with_result
-from shardfn._lowering.replanning import Replanning
+from shardfn._lowering.replanning import ProgramChoice, Replanning
 from shardfn.analysis._replicated import work_of
-from shardfn.analysis._text import size_text
 
 GENERATORS = frozenset(compat.primitives("random_bits", "random_split", "iota"))
 """The operations that make rows of what has none; each device can make its own."""
 
 
 @dataclass(frozen=True, slots=True)
-class GeneratedChoice:
+class GeneratedChoice(ProgramChoice):
     """What was found of rows that the step makes by itself.
 
     Attributes:
-      program: the program in which some are split; None if none are.
       places: the user's lines that make them, with the shape and the dimension.
-      before: what each device sends per step if they are not split.
-      after: what it sends if they are.
       work: FLOPs of one device per step before, and after.
     """
 
-    program: Program | None = None
-    places: tuple[str, ...] = ()
-    before: Sent = Sent()
-    after: Sent = Sent()
     work: tuple[int, int] = (0, 0)
 
     @property
@@ -60,10 +51,10 @@ class GeneratedChoice:
         """The plan's line about them."""
         if self.program is None:
             return ()
-        before, after = (size_text(x.bytes) for x in (self.before, self.after))
+        before, after = self.sizes
         flops = self.work[1] / max(self.work[0], 1)
         return (
-            f"rows that the step makes are split: {listed(self.places, SHOWN_LEAVES)}: "
+            f"rows that the step makes are split: {self.where}: "
             f"{flops:.2f} of the FLOPs (limits.GENERATED_FLOPS), {after} sent per step "
             f"instead of {before} (limits.REPEATED_FLOPS), and at least "
             f"{GENERATED_SHARE:.0%} less time of both (limits.GENERATED_SHARE)",

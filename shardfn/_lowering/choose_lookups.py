@@ -1,68 +1,58 @@
 """Lookups in tables whose rows devices own: the rows are asked of their owners.
 
-In: a program and its plan, and a function that plans. Out: the program in which devices
-exchange requests and rows, in rounds, where otherwise every device would give its part
-of all rows that are looked up, or the table would be gathered. What a round sends is
-known; how many rounds a step needs depends on the data (`_trace.row_requests`).
+In: a program and its plan. Out: the program in which devices exchange requests and
+rows, in rounds, where otherwise every device would give its part of all rows that are
+looked up, or the table would be gathered. What a round sends is known; how many rounds
+a step needs depends on the data (`_trace.row_requests`).
 """
 
 from collections.abc import Set
 from dataclasses import dataclass, field
 
-from shardfn._core.errors import listed, where
+from shardfn._core.errors import where
 from shardfn._core.limits import (
     ASKED_ROUNDS,
-    STATIONARY_BYTES,
     STATIONARY_LIVE,
-    STATIONARY_SHARE,
 )
 from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard
 from shardfn._core.program import ZERO, Node, Program, number_of
-from shardfn._core.sent_bytes import Made, Sent, sent
+from shardfn._core.sent_bytes import Made, sent
 from shardfn._core.sharding import Axes, Sharding, Split
-from shardfn._core.shown_limits import SHOWN_LEAVES
 from shardfn._core.sizes import nbytes
 from shardfn._lowering.constrained_values import BodyPath
 from shardfn._lowering.exchanged_lookups import Lookup, lookup_of, with_requests
 from shardfn._lowering.live_bytes import live_bytes
-from shardfn.analysis._text import size_text
+from shardfn._lowering.replanning import ProgramChoice, least_saved
 
 
 @dataclass(frozen=True, slots=True)
-class LookupsChoice:
+class LookupsChoice(ProgramChoice):
     """What was found of lookups in tables whose rows devices own.
 
     Attributes:
-      program: the program in which rows are asked of their owners; None if none are.
-      places: the user's lines.
-      at_once: the least and the most rows that one device asks of one other in a round.
-      before: what each device sends per step if they are not.
-      after: what it sends if they are, in one round each.
+      at_once: the least and the most rows that one device asks of one other in a round;
+        what is sent is that of one round.
     """
 
-    program: Program | None = None
-    places: tuple[str, ...] = ()
     at_once: tuple[int, int] = (0, 0)
-    before: Sent = Sent()
-    after: Sent = Sent()
 
     @property
     def notes(self) -> tuple[str, ...]:
         """The plan's line about them."""
         if self.program is None:
             return ()
-        before, after = (size_text(x.bytes) for x in (self.before, self.after))
+        before, after = self.sizes
         most = " to ".join(map(str, dict.fromkeys(self.at_once)))
         return (
             f"rows are asked of the devices that own them, at most {most} of each at "
             "once (limits.ASKED_SPREAD), in rounds until all are served: "
-            f"{listed(self.places, SHOWN_LEAVES)}: {after} sent per step if one round "
+            f"{self.where}: {after} sent per step if one round "
             f"serves all, instead of {before}, and less even in {ASKED_ROUNDS} rounds "
             "(limits.ASKED_ROUNDS)",
         )
 
 
-def exchanged_lookups(program: Program, made: Made, axes: Axes) -> LookupsChoice:
+def with_lookups_exchanged(program: Program, made: Made, axes: Axes) -> LookupsChoice:
     """The program with rows asked of their owners, where that may be worth it.
 
     Args:
@@ -88,25 +78,21 @@ def exchanged_lookups(program: Program, made: Made, axes: Axes) -> LookupsChoice
             places[where(found.node.eqn)] = None
             saves += found.times * saved
     before = sent(*made, axes, unknown=ASKED_ROUNDS)
-    if not nodes or saves < _least(before):
+    if not nodes or saves < least_saved(before):
         return LookupsChoice()
     program = with_requests(program, nodes, axes)
     most = min(at_once), max(at_once)
-    return LookupsChoice(program, tuple(places), most, sent(*made, axes))
+    now = sent(*made, axes)
+    return LookupsChoice(program, tuple(places), before=now, at_once=most)
 
 
 def are_worth(one: Made, other: Made, axes: Axes) -> bool:
     """Whether a plan with rows asked of their owners is better than one without, also
     in `ASKED_ROUNDS` rounds."""
     after, before = (sent(*made, axes, unknown=ASKED_ROUNDS) for made in (one, other))
-    if before.price - after.price < _least(before):
+    if before.price - after.price < least_saved(before):
         return False
     return live_bytes(*one, axes) - live_bytes(*other, axes) <= STATIONARY_LIVE
-
-
-def _least(before: Sent) -> float:
-    """The bytes that have to be saved."""
-    return max(STATIONARY_BYTES, STATIONARY_SHARE * before.bytes)
 
 
 def _saved(node: Node, lookup: Lookup) -> int:

@@ -11,47 +11,34 @@ from dataclasses import dataclass, field
 
 from shardfn._core.constraint import replicate
 from shardfn._core.equation_flops import flops_of
-from shardfn._core.errors import listed, where
+from shardfn._core.errors import where
 from shardfn._core.limits import LOOP_LIVE, NARROW_SHARE, REPEATED_FLOPS
 from shardfn._core.phases import UPDATE
 from shardfn._core.plan import Apply, BodyPlan
 from shardfn._core.program import Node, Program
-from shardfn._core.sent_bytes import Made, Sent, sent
+from shardfn._core.sent_bytes import Made, sent
 from shardfn._core.sharding import Sharding, Split
-from shardfn._core.shown_limits import SHOWN_LEAVES
 from shardfn._core.sizes import nbytes
 from shardfn._lowering.constrained_values import BodyPath, with_operands
 from shardfn._lowering.live_bytes import live_bytes
-from shardfn._lowering.replanning import Replanning
-from shardfn.analysis._text import size_text
+from shardfn._lowering.replanning import ProgramChoice, Replanning
 
 
 @dataclass(frozen=True, slots=True)
-class NarrowChoice:
-    """What was found of weights that are made of narrower values.
-
-    Attributes:
-      program: the program in which these are gathered; None if none are.
-      places: the user's lines that make the weights.
-      before: what each device sends per step if the weights are gathered.
-      after: what it sends if what they are made of is.
-    """
-
-    program: Program | None = None
-    places: tuple[str, ...] = ()
-    before: Sent = Sent()
-    after: Sent = Sent()
+class NarrowChoice(ProgramChoice):
+    """What was found of weights that are made of narrower values: the program in which
+    these are gathered, and the user's lines that make the weights."""
 
     @property
     def notes(self) -> tuple[str, ...]:
         """The plan's line about them."""
         if self.program is None:
             return ()
-        before, after = (size_text(x.bytes) for x in (self.before, self.after))
+        before, after = self.sizes
         return (
             "gathered before it becomes a weight, which takes at least "
             f"{NARROW_SHARE:.0%} more bytes (limits.NARROW_SHARE): "
-            f"{listed(self.places, SHOWN_LEAVES)}: {after} sent per step instead of "
+            f"{self.where}: {after} sent per step instead of "
             f"{before}",
         )
 

@@ -19,7 +19,6 @@ from shardfn._core.limits import (
     REPEATED_FLOPS,
     STATIONARY_BYTES,
     STATIONARY_LIVE,
-    STATIONARY_SHARE,
 )
 from shardfn._core.phases import UPDATE
 from shardfn._core.plan import BodyPlan, Reshard
@@ -30,30 +29,21 @@ from shardfn._core.shown_limits import SHOWN_LEAVES
 from shardfn._core.sizes import nbytes
 from shardfn._lowering.constrained_values import with_operands
 from shardfn._lowering.live_bytes import live_bytes
-from shardfn._lowering.replanning import Replanning
+from shardfn._lowering.replanning import ProgramChoice, Replanning, least_saved
 from shardfn.analysis._replicated import work_of
-from shardfn.analysis._text import size_text
 
 
 @dataclass(frozen=True, slots=True)
-class OwnersChoice:
+class OwnersChoice(ProgramChoice):
     """What was found of updates that take whole matrices.
 
     Attributes:
-      program: the program in which these are divided; None if none are.
-      places: the user's lines of the operations.
-      before: what each device sends per step if they are not.
-      after: what it sends if they are; nothing if that was not planned.
       work: FLOPs of one device per step before, and after.
       lone: shapes of stacks of one matrix.
       uneven: numbers of layers that devices do not divide.
       count: devices.
     """
 
-    program: Program | None = None
-    places: tuple[str, ...] = ()
-    before: Sent = Sent()
-    after: Sent = Sent()
     work: tuple[int, int] = (0, 0)
     lone: tuple[tuple[int, ...], ...] = ()
     uneven: tuple[int, ...] = ()
@@ -64,10 +54,10 @@ class OwnersChoice:
         """The plan's lines about these updates."""
         lines = []
         if self.program is not None:
-            before, after = (size_text(x.bytes) for x in (self.before, self.after))
+            before, after = self.sizes
             work = f"{self.work[1] / max(self.work[0], 1):.2f} of the FLOPs"
             lines.append(
-                f"whole matrices by owners: {listed(self.places, SHOWN_LEAVES)}: "
+                f"whole matrices by owners: {self.where}: "
                 f"{after} sent per step, in {self.after.collectives} collectives, "
                 f"instead of {before} in {self.before.collectives}, and {work}"
             )
@@ -99,7 +89,7 @@ def choose_owners(now: Replanning) -> tuple[Made, OwnersChoice]:
     count = axes.sizes[axes.stored]
     found = list(_moving(*made, axes)) if count > 1 else []
     before = sent(*made, axes) if found else Sent()
-    worth = max(STATIONARY_BYTES, STATIONARY_SHARE * before.bytes)
+    worth = least_saved(before)
     if sum(size for _, size in found) < worth:
         return made, OwnersChoice()
     nodes = {node.outputs: node for node in program.nodes}

@@ -20,7 +20,7 @@ from shardfn._lowering.choose_generated import choose_generated
 from shardfn._lowering.choose_lookups import (
     LookupsChoice,
     are_worth,
-    exchanged_lookups,
+    with_lookups_exchanged,
 )
 from shardfn._lowering.choose_loops import LoopsChoice, choose_loops
 from shardfn._lowering.choose_narrow_gathers import (
@@ -147,7 +147,7 @@ class Planner:
         """What has chosen a plan, and the choice, or those with rows of tables asked of
         the devices that own them, if that is better."""
         first = planner, made, choice
-        lookups = exchanged_lookups(self.program, made, self.axes)
+        lookups = with_lookups_exchanged(self.program, made, self.axes)
         if lookups.program is None:
             return self, first, lookups
         start = replace(self, program=lookups.program)

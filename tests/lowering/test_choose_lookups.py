@@ -3,6 +3,7 @@ of bounds. Out: rows are asked of the devices that own them where that sends les
 the numbers are the plain step's, in however many rounds.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -26,7 +27,7 @@ NOTE = "rows are asked of the devices that own them"
 def asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are asked of their owners though tables of tests are too small for it."""
     monkeypatch.setattr(choose_lookups, "_saved", lambda *_: 1)
-    monkeypatch.setattr(choose_lookups, "_least", lambda *_: 0)
+    monkeypatch.setattr(choose_lookups, "least_saved", lambda *_: 0)
     monkeypatch.setattr(plan_jaxpr, "are_worth", lambda *_: True)
 
 
@@ -282,6 +283,17 @@ def test_rows_are_not_asked_for_elsewhere(
     axis = ("replica", "data")[-len(sizes) :]
     sharded = shardfn.fully_shard(step, cpu_mesh(*sizes), axis=axis)
     assert NOTE not in str(sharded.plan(state, batch)), why
+
+
+def test_chance_asks_for_a_second_round_in_one_step_of_400() -> None:
+    """As `limits.ASKED_SPREAD` says: rows asked of one other are Poisson's."""
+    requests = RowRequests(100_000_000, 512, 65_536, "data")
+    mean = requests.lookups / requests.devices
+    more = sum(
+        math.exp(k * math.log(mean) - mean - math.lgamma(k + 1))
+        for k in range(requests.at_once + 1, 1000)
+    )
+    assert 1 / 500 < more * requests.devices**2 < 1 / 300
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,7 @@ def test_layers_that_devices_do_not_divide_are_padded_on_the_wire(
 ):
     # Matrices of tests are too small for collectives more to be worth it.
     monkeypatch.setattr("shardfn._lowering.choose_owners.STATIONARY_BYTES", 0)
+    monkeypatch.setattr("shardfn._lowering.replanning.STATIONARY_BYTES", 0)
     monkeypatch.setattr("shardfn._core.sent_bytes.LATENCY_BYTES", 0)
     state = state_of(step, layers)
     width, inner = state["p"]["up"].shape[1:]
@@ -248,6 +249,7 @@ def iterated(g):
 def test_gradients_that_others_read_too_are_scattered_to_owners(step, monkeypatch):
     """They were all-reduced in each layer, or gathered in each iteration."""
     monkeypatch.setattr("shardfn._lowering.choose_owners.STATIONARY_BYTES", 0)
+    monkeypatch.setattr("shardfn._lowering.replanning.STATIONARY_BYTES", 0)
     monkeypatch.setattr("shardfn._core.sent_bytes.LATENCY_BYTES", 0)
     state = {"p": parameters(16, WIDTH, INNER)}
     x = jax.random.normal(jax.random.key(1), (8 * WIDTH, WIDTH)) / 4
@@ -265,6 +267,7 @@ def test_matrices_that_devices_do_not_divide_are_scattered_to_owners(monkeypatch
     """Of 128 x 256 on 6 devices the last has less. Each layer's gradient was summed
     whole."""
     monkeypatch.setattr("shardfn._lowering.choose_owners.STATIONARY_BYTES", 0)
+    monkeypatch.setattr("shardfn._lowering.replanning.STATIONARY_BYTES", 0)
     monkeypatch.setattr("shardfn._core.sent_bytes.LATENCY_BYTES", 0)
     monkeypatch.setattr("shardfn._propagation.loops.JOINED_BYTES", 0)
     mesh = jax.make_mesh((6,), ("data",), devices=jax.devices()[:6])
