@@ -31,7 +31,6 @@ from shardfn._lowering.leaf_uses import (
     uses_of,
 )
 from shardfn._lowering.live_bytes import live_bytes
-from shardfn._lowering.replanning import least_saved
 from shardfn.analysis._text import size_text
 
 COUNTS = f"a collective counts as {size_text(LATENCY_BYTES)} (limits.LATENCY_BYTES)"
@@ -194,7 +193,7 @@ def choose_stationary(
     if not groups and not met:
         return made, none
     gathering = sent(*made, axes)
-    worth = least_saved(gathering)
+    worth = max(STATIONARY_BYTES, STATIONARY_SHARE * gathering.bytes)
     if met and (exchanged := exchanged_bytes(*made, axes)) >= worth:
         groups, most = [*groups, met], most + exchanged
     if not groups:
