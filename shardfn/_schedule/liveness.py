@@ -267,8 +267,9 @@ class Liveness:
             at = [body.operands[i] for j, i in body.loops if body.results[j] == made]
         elif fusion.writes_into(node):
             at = [0]
-        elif fusion.is_pointwise(node) and not self.scatters(step):
-            at = range(len(step.operands))
+        elif fusion.is_pointwise(node):
+            each = enumerate(step.operands)
+            at = [i for i, operand in each if operand and not self.is_added(operand)]
         for i in at:
             operand = step.operands[i]
             if operand is not None:
