@@ -278,6 +278,8 @@ class LocalStep(Generic[P, R]):
             cannot_sum=compat.dtypes_without_sum(platform, has_others),
             reads_apart=compat.reads_inside_matmuls(platform),
             fuses_producers=compat.fuses_producers(platform),
+            lets_sums_wait=compat.lets_sums_wait(platform),
+            indexes_memory=compat.indexes_memory(platform),
         )
 
     @property

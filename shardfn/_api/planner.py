@@ -29,6 +29,7 @@ from shardfn._lowering.interpreter import emit
 from shardfn._lowering.plan_jaxpr import Planner, plan_jaxpr
 from shardfn._lowering.planned_jaxpr import StepFacts
 from shardfn._lowering.planned_program import Planned
+from shardfn._trace.early_lookups import look_up_early
 from shardfn._trace.factored_sums import sum_before_factors
 from shardfn._trace.leaf_names import name_leaves
 from shardfn._trace.passes import argument
@@ -75,18 +76,17 @@ def plan_traced(
         arguments[i] = argument(shapes[i], sharding, is_state=k < len(stored))
 
     def arrange(program: Program) -> Program:
-        program = replace(
-            program,
-            inputs=tuple(program.inputs[i] for i in traced.given),
-            outputs=tuple(
-                program.inputs[traced.given[k]] if j is None else program.outputs[j]
-                for k, j in enumerate(traced.order)
-            ),
+        given = tuple(program.inputs[i] for i in traced.given)
+        made = (
+            given[k] if j is None else program.outputs[j]
+            for k, j in enumerate(traced.order)
         )
+        program = replace(program, inputs=given, outputs=tuple(made))
         inside, outside = len(program.inputs), len(program.outputs)
         each = ([*names, *[""] * (count - len(names))] for count in (inside, outside))
         program = name_leaves(program, *each)
-        return sum_before_factors(take_out_casts(fold_transposes(program)))
+        program = sum_before_factors(take_out_casts(fold_transposes(program)))
+        return look_up_early(program) if axes.indexes_memory else program
 
     made = plan_jaxpr(
         *(traced.jaxpr, inputs, _required(traced, stored, inputs), axes),

@@ -84,6 +84,8 @@ class Axes:
     `profiled`, that it is given how long each takes.
     `fuses_producers` says that the compiler makes an operand inside of the product that
     reads it, as TPUs' does.
+    `lets_sums_wait` says that it puts off sums of unrolled layers.
+    `indexes_memory` says that it writes an array to memory before it is indexed.
     `sums_in_pieces` says that on large slices it all-reduces rows that it cannot cut.
     `hides_network` says that what a loop sends between hosts can take as long as what
     it computes, if it computes `limits.SUMS_FLOPS` for each byte.
@@ -101,6 +103,8 @@ class Axes:
     hides_network: bool = field(default=False, repr=False)
     profiled: bool = field(default=False, repr=False)
     fuses_producers: bool = field(default=False, repr=False)
+    lets_sums_wait: bool = field(default=False, repr=False)
+    indexes_memory: bool = field(default=False, repr=False)
     sums_in_pieces: bool = field(default=False, repr=False)
     kinds: tuple[AxisKind, ...] = field(default=(), repr=False)
 

@@ -271,6 +271,8 @@ def axes_over(mesh: Mesh, names: tuple[str, ...], control: Control) -> Axes:
         reads_apart=compat.reads_inside_matmuls(device.platform),
         times_transfers=compat.times_transfers(device),
         fuses_producers=compat.fuses_producers(device.platform),
+        lets_sums_wait=compat.lets_sums_wait(device.platform),
+        indexes_memory=compat.indexes_memory(device.platform),
         sums_in_pieces=compat.sums_in_pieces(device),
         misjudges_network=compat.misjudges_network(device),
         hides_network=compat.hides_network(device) and slices_of(mesh.devices.flat) > 1,

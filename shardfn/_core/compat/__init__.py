@@ -182,6 +182,12 @@ from shardfn._core.compat.platforms import (
     hoists_gathers as hoists_gathers,
 )
 from shardfn._core.compat.platforms import (
+    indexes_memory as indexes_memory,
+)
+from shardfn._core.compat.platforms import (
+    lets_sums_wait as lets_sums_wait,
+)
+from shardfn._core.compat.platforms import (
     loses_clamps as loses_clamps,
 )
 from shardfn._core.compat.platforms import (

@@ -81,6 +81,18 @@ def fuses_producers(platform: str) -> bool:
     return platform == "tpu"
 
 
+def indexes_memory(platform: str) -> bool:
+    """Whether the compiler writes an array to memory before it is indexed, however it
+    is made: XLA for TPUs does. For GPUs and CPUs it computes what is looked up."""
+    return platform == "tpu"
+
+
+def lets_sums_wait(platform: str) -> bool:
+    """Whether the compiler puts off sums of unrolled layers that nothing needs yet,
+    also where each waits for the one before it: XLA for TPUs does."""
+    return platform == "tpu"
+
+
 def times_transfers(device: Any) -> bool:
     """Whether the compiler schedules transfers by how long they take, and delays sums
     of loops. XLA for GPUs does from compute capability 9 on (Hopper), and goes by one
