@@ -21,6 +21,7 @@ from shardfn._core.program import Node, Program
 from shardfn._core.sharding import Axes, Sharding, is_unreduced
 from shardfn._core.sizes import local_bytes
 from shardfn._schedule.chain_reduce_scatters import scatters_alone
+from shardfn._schedule.cotangents import cotangent_of
 from shardfn._schedule.open_order import is_constant
 from shardfn._schedule.versions import tied
 from shardfn._schedule.wire_dtypes import sums_gradient
@@ -289,14 +290,10 @@ class _Around:
 
     def cotangent(self, loop: Apply) -> Ref | None:
         """An operand of the loop, no term, that the backward pass makes."""
-        for ref in loop.operands:
-            if ref is None or ref not in self.makers:
-                continue
-            step = self.body.steps[self.makers[ref]]
-            backward = isinstance(step, Apply) and _node(self.program, step).backward
-            if backward and not is_unreduced(self.shardings[ref]):
-                return ref
-        return None
+        steps = {ref: self.body.steps[at] for ref, at in self.makers.items()}
+        made = {ref: step for ref, step in steps.items() if isinstance(step, Apply)}
+        found = cotangent_of(self.program, loop, made)
+        return None if found is None else found[0]
 
     def tie(self, ref: Ref, after: Ref) -> Reshard:
         """A version of `ref` that waits for `after`."""

@@ -3,7 +3,8 @@
 In: a body's plan. Out: the plan, in which the reduce-scatter of a large gradient waits
 for the one before it. XLA combines collectives that do not depend on each other: it
 would make one of all of them, at the end of the step, and hold every whole gradient
-until then. `order_search` says where that takes memory.
+until then. `order_search` says where that takes memory. XLA for TPUs lets sums wait
+that wait for each other, too, so there a layer waits for those of the one before.
 """
 
 import math
@@ -11,11 +12,12 @@ from dataclasses import dataclass, field, replace
 from typing import TypeGuard
 
 from shardfn._core.limits import CHAINED_BYTES
-from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step
+from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step, reading
 from shardfn._core.program import Node, Program
 from shardfn._core.reasons import Note, noted
 from shardfn._core.sharding import Split
-from shardfn._schedule.versions import fresh
+from shardfn._schedule.cotangents import cotangent_of
+from shardfn._schedule.versions import fresh, tied
 from shardfn._schedule.wire_dtypes import sums_gradient
 
 WAITS = Note(
@@ -52,35 +54,51 @@ def can_chain(program: Program, body: BodyPlan) -> bool:
     Returns:
       Whether they do.
     """
-    return any(map(_Chain(program, body).is_unit, body.steps))
+    return any(is_layer(step, program) for step in body.steps)
 
 
-def chain_reduce_scatters(program: Program, body: BodyPlan) -> BodyPlan:
+def is_layer(step: Step, program: Program) -> TypeGuard[Apply]:
+    """Whether a step is a remat that scatters large gradients."""
+    if not isinstance(step, Apply) or program.nodes[step.node].kind != "remat":
+        return False
+    (inner,), (body,) = program.nodes[step.node].bodies, step.bodies
+    return any(scatters_alone(s, inner) for s in body.steps)
+
+
+def chain_reduce_scatters(
+    program: Program, body: BodyPlan, *, layers_wait: bool = False
+) -> BodyPlan:
     """Chains the reduce-scatters of the backward pass in a body, and in its remats.
 
     Args:
       program: the program.
       body: its plan, scheduled otherwise.
+      layers_wait: whether a remat waits for the gradients of the one before it.
 
     Returns:
       The plan.
     """
-    return _Chain(program, body).linked()
+    return _Chain(program, body, layers_wait).linked()
 
 
 @dataclass(slots=True)
 class _Chain:
-    """State while the reduce-scatters of one body are linked; `last` is the newest."""
+    """State while the reduce-scatters of one body are linked; `last` is the newest, and
+    `made` says which operations have made what."""
 
     program: Program
     body: BodyPlan
+    layers_wait: bool = False
+    made: dict[Ref, Apply] = field(default_factory=dict)
     last: Ref | None = None
     steps: list[Step] = field(default_factory=list)
 
     def linked(self) -> BodyPlan:
         for step in self.body.steps:
             if isinstance(step, Apply):
-                step = self.unit(step, self.program.nodes[step.node])
+                node = self.program.nodes[step.node]
+                step = self.unit(step, node)
+                self.made |= dict.fromkeys(map(Ref, node.outputs), step)
             elif _scatters(step, self.program):
                 # A small one waits too, or XLA may combine it with an early link.
                 if step.after is None and self.last is not None:
@@ -91,20 +109,14 @@ class _Chain:
             self.steps.append(step)
         return replace(self.body, steps=tuple(self.steps))
 
-    def is_unit(self, step: Step) -> bool:
-        """Whether a step is a remat that scatters large gradients."""
-        if not isinstance(step, Apply) or self.program.nodes[step.node].kind != "remat":
-            return False
-        inner = _Chain(self.program.nodes[step.node].bodies[0], step.bodies[0])
-        return any(scatters_alone(s, inner.program) for s in inner.body.steps)
-
     def unit(self, step: Apply, node: Node) -> Apply:
         """A remat, of which the first scatter waits for the last one before it."""
-        if not self.is_unit(step):
+        if not is_layer(step, self.program):
             return step
         (body,), program = step.bodies, node.bodies[0]
         inner = _Chain(program, body)
         if self.last is not None:
+            step = self.waiting(step, node, self.last) if self.layers_wait else step
             inner.last = fresh(body, program.inputs[0])
             inner.body = replace(body, imports=(*body.imports, inner.last))
             step = replace(step, imports=(*step.imports, self.last))
@@ -114,3 +126,16 @@ class _Chain:
         whole = replace(self.body, steps=(*self.steps, *self.body.steps))
         self.last = fresh(whole, node.outputs[0])
         return replace(step, bodies=(body,), exports=(*step.exports, self.last))
+
+    def waiting(self, layer: Apply, node: Node, last: Ref) -> Apply:
+        """A layer that cannot begin before the last gradient is summed."""
+        found = cotangent_of(self.program, layer, self.made)
+        if found is None:
+            return layer
+        ref, sharding = found
+        whole = replace(self.body, steps=(*self.steps, *self.body.steps))
+        new, aval = fresh(whole, ref.value), self.program.avals[ref.value]
+        self.steps.append(tied(ref, new, aval, sharding, node.during, last))
+        waiting = reading(layer, lambda old: new if old == ref else old)
+        assert isinstance(waiting, Apply)
+        return waiting

@@ -7,6 +7,7 @@ open. Nothing waits that does not help, so that the compiler is free to overlap;
 large term of a sum stands in front of a loop or behind it, whichever is better.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -15,7 +16,11 @@ from shardfn._core.program import Node, Program, mixes_passes
 from shardfn._core.sharding import Axes
 from shardfn._schedule.backward_liveness import Choice, around_loop, choices, loops
 from shardfn._schedule.bodies import inside
-from shardfn._schedule.chain_reduce_scatters import can_chain, chain_reduce_scatters
+from shardfn._schedule.chain_reduce_scatters import (
+    can_chain,
+    chain_reduce_scatters,
+    is_layer,
+)
 from shardfn._schedule.heap import Heap
 from shardfn._schedule.liveness import Liveness
 from shardfn._schedule.open_order import open_order
@@ -61,17 +66,22 @@ class _Search:
             most = max(map(sum, zip(plain, more, strict=True)))
             # Sums that wait cannot be one collective: for less memory only.
             if max(plain) < most:
-                chained = chain_reduce_scatters(self.program, body)
+                chained = chain_reduce_scatters(
+                    self.program, body, layers_wait=self.axes.lets_sums_wait
+                )
                 body = chained if self.cost(chained)[0] < most else body
         waited = frozenset[Ref]()
-        for loop in loops(self.program, body):
-            body, waited = self.around(body, loop, waited)
+        units = (s for s in body.steps if is_layer(s, self.program))
+        first = [step.node for step in itertools.islice(units, 1)]
+        for node in (*first, *loops(self.program, body)):
+            body, waited = self.around(body, node, waited)
         return body
 
     def around(
         self, body: BodyPlan, loop: int, waited: frozenset[Ref]
     ) -> tuple[BodyPlan, frozenset[Ref]]:
-        """The plan with the best order around a loop, and what has been waited for."""
+        """The plan with the best order around a loop, or around the first of unrolled
+        layers, and what has been waited for."""
 
         def ordered(chosen: list[Choice]) -> tuple[BodyPlan, frozenset[Ref]]:
             return around_loop(self.program, body, self.axes, loop, chosen, waited)
@@ -101,12 +111,13 @@ class _Search:
         return live.profile(), open_order(live)
 
     def cost(self, body: BodyPlan) -> tuple[int, int]:
-        """The most bytes that live at once, and those that live while loops run."""
+        """The most bytes that live at once, and those that live while layers run."""
         bytes_live = list(map(sum, zip(*self.live(body), strict=True)))
-        return max(bytes_live), sum(self.in_loops(body, bytes_live))
+        return max(bytes_live), sum(self.in_layers(body, bytes_live))
 
-    def in_loops(self, body: BodyPlan, bytes_live: list[int]) -> Iterator[int]:
+    def in_layers(self, body: BodyPlan, bytes_live: list[int]) -> Iterator[int]:
         for step, live in zip(body.steps, bytes_live, strict=False):
             if isinstance(step, Apply):
-                if _is_backward_loop(self.program.nodes[step.node]):
+                loop = _is_backward_loop(self.program.nodes[step.node])
+                if loop or is_layer(step, self.program):
                     yield live

@@ -16,14 +16,14 @@ from tiers import exhaustively
 import shardfn
 from shardfn._core.plan import Apply, Ref, Reshard, Step, reads
 from shardfn._core.sharding import Split, Unreduced
-from shardfn._schedule import pipeline
+from shardfn._schedule import order_search, pipeline
 from shardfn.analysis import targets
 from shardfn.testing import assert_parity
 
 LAYERS, WIDTH, HIDDEN = 4, 256, 1024
 
 
-def train(tied: bool):
+def train(tied: bool, unrolled: bool = False):
     """A lookup, residual layers in bfloat16, logits, and plain descent."""
 
     def layer(h, w):
@@ -33,8 +33,12 @@ def train(tied: bool):
     def loss_fn(state, tokens):
         table = state["table"].astype(jnp.bfloat16)
         head = table.T if tied else state["head"].astype(jnp.bfloat16)
-        body = jax.checkpoint(layer, prevent_cse=False)
-        h, _ = jax.lax.scan(body, table[tokens], state["layers"])
+        body, h = jax.checkpoint(layer, prevent_cse=unrolled), table[tokens]
+        if unrolled:
+            for w in state["layers"]:
+                h, _ = body(h, w)
+        else:
+            h, _ = jax.lax.scan(body, h, state["layers"])
         logits = (h @ head).astype(jnp.float32)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens)
         return jnp.mean(losses)
@@ -47,11 +51,19 @@ def train(tied: bool):
 
 
 def sharded(
-    tied: bool, mesh, vocabulary: int, tokens: int, hidden: int = HIDDEN, **options: Any
+    tied: bool,
+    mesh,
+    vocabulary: int,
+    tokens: int,
+    hidden: int = HIDDEN,
+    unrolled: bool = False,
+    **options: Any,
 ) -> Sharded:
     """`tokens` per row, of which there are 8."""
-    shapes = {
-        "layers": {"up": (LAYERS, WIDTH, hidden), "down": (LAYERS, hidden, WIDTH)},
+    layer = {"up": (WIDTH, hidden), "down": (hidden, WIDTH)}
+    stack = {name: (LAYERS, *shape) for name, shape in layer.items()}
+    shapes: Any = {
+        "layers": [layer] * LAYERS if unrolled else stack,
         "table": (vocabulary, WIDTH),
     }
     shapes |= {} if tied else {"head": (WIDTH, vocabulary)}
@@ -61,7 +73,7 @@ def sharded(
         is_leaf=lambda s: isinstance(s, tuple),
     )
     batch = jax.ShapeDtypeStruct((8, tokens), jnp.int32)
-    plain = train(tied)
+    plain = train(tied, unrolled)
     step = shardfn.fully_shard(plain, mesh, **GATHERS | options)
     return Sharded(plain, step, mesh, state, batch)
 
@@ -294,6 +306,39 @@ def test_what_waits_changes_no_bit(tied, tokens, monkeypatch) -> None:
     for old, a, b in zip(*map(jax.tree.leaves, (state, held, free)), strict=True):
         moved = np.linalg.norm(a - old)
         assert moved > 0 and np.linalg.norm(a - b) < 0.01 * moved
+
+
+UNROLLED = dict(vocabulary=8192, tokens=2048, hidden=16384, unrolled=True)
+"""The table has fewer numbers than the tokens have logits."""
+
+
+@pytest.mark.standard_promotion
+def test_the_term_of_a_tied_table_goes_before_unrolled_layers() -> None:
+    case = sharded(True, cpu_mesh(8), **UNROLLED)
+    steps = list(case.plan.body.steps)
+    layers = [i for i, s in enumerate(steps) if getattr(s, "exports", ())]
+    assert len(layers) == LAYERS
+    before, first = steps[: layers[0]], steps[layers[0]]
+    (tie,) = ties(before)
+    assert len(terms(before)) == 1 and not terms(steps[layers[0] :])
+    assert tie.result in reads(first)
+    assert emitted_moves(case) == planned_moves(case.plan)
+
+
+@pytest.mark.aot("h100:8")
+@pytest.mark.standard_promotion
+def test_logits_do_not_wait_for_unrolled_layers_on_gpus(monkeypatch) -> None:
+    temporary = []
+    for is_layer in (order_search.is_layer, lambda step, program: False):
+        monkeypatch.setattr(order_search, "is_layer", is_layer)
+        case = sharded(True, targets.mesh("h100:8"), **UNROLLED)
+        compiled = case.compile()
+        assert case.plan.verify(compiled).ok
+        temporary.append(compiled.memory_analysis().temp_size_in_bytes)
+    ordered, free = temporary
+    logits = 2 * UNROLLED["tokens"] * UNROLLED["vocabulary"]
+    table = 2 * UNROLLED["vocabulary"] * WIDTH
+    assert free - ordered >= 0.9 * (logits - table)
 
 
 @pytest.mark.aot("h100:8")

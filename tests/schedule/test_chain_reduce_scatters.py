@@ -13,10 +13,12 @@ from plan_helpers import cpu_mesh, emitted_moves, planned_moves, shard_fn
 from test_reshard_after_forward import ROWS, UNROLLED, run
 from test_reshard_after_forward import train as tiny
 
+from shardfn._core import compat
 from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard
 from shardfn._core.sharding import Unreduced
 from shardfn._schedule import chain_reduce_scatters
 from shardfn.analysis import targets
+from shardfn.analysis._heap_size import compiled_with_heap
 
 LAYERS, WIDTH, HIDDEN = 4, 1024, 4096
 LAYER = {"up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH), "bias": (HIDDEN,)}
@@ -91,6 +93,57 @@ def test_the_order_changes_no_bit(monkeypatch) -> None:
         assert any(waits) == (least == 0)
         results.append(run(case, 1))
     jax.tree.map(np.testing.assert_array_equal, *results)
+
+
+def waiting_layers(case: Any) -> Iterator[bool]:
+    """Of each layer in the backward pass, whether what it begins with waits for the
+    last large gradient of the layer before."""
+    last, ties = None, dict[Ref, Any]()
+    for step in case.plan.body.steps:
+        if isinstance(step, Reshard) and len(step.path) == 1 and step.after:
+            ties[step.result] = step.after
+        elif isinstance(step, Apply) and step.exports:
+            yield any(last and ties.get(ref) == last for ref in step.operands if ref)
+            last = step.exports[-1]
+
+
+@pytest.mark.standard_promotion
+def test_layers_wait_where_the_compiler_lets_sums_wait(monkeypatch) -> None:
+    shapes = [LAYER] * LAYERS, (16, WIDTH)
+    case = shard_fn(train(True), cpu_mesh(8), *shapes)
+    assert list(waiting_layers(case)) == [False] * LAYERS
+    monkeypatch.setattr(compat, "lets_sums_wait", lambda platform: True)
+    case = shard_fn(train(True), cpu_mesh(8), *shapes)
+    assert list(waiting_layers(case)) == [False, *[True] * (LAYERS - 1)]
+    assert emitted_moves(case) == planned_moves(case.plan)
+
+
+def test_layers_that_wait_change_no_bit(monkeypatch) -> None:
+    monkeypatch.setattr(chain_reduce_scatters, "CHAINED_BYTES", 0)
+    results = []
+    for waits in (True, False):
+        monkeypatch.setattr(compat, "lets_sums_wait", lambda platform, w=waits: w)
+        exact = {"xla_allow_excess_precision": False}
+        options = dict(compiler_options=exact)
+        case = shard_fn(tiny("unrolled_remat"), cpu_mesh(4), UNROLLED, ROWS, **options)
+        assert any(waiting_layers(case)) == waits
+        results.append(run(case, 1))
+    jax.tree.map(np.testing.assert_array_equal, *results)
+
+
+@pytest.mark.aot("tpu:v5p:2x2x2")
+@pytest.mark.standard_promotion
+def test_a_tpu_holds_one_layers_gradients(monkeypatch) -> None:
+    """Libtpu sums the gradients of several layers after these, one after the other."""
+    heaps, layers = {}, 2 * LAYERS
+    for waits in (True, False):
+        monkeypatch.setattr(compat, "lets_sums_wait", lambda platform, w=waits: w)
+        mesh, state = targets.mesh("tpu:v5p:2x2x2"), [LAYER] * layers
+        case = shard_fn(train(True), mesh, state, (16384, WIDTH))
+        lowered = case.step.lower(case.state, case.batch)
+        _, heaps[waits] = compiled_with_heap(lowered, "tpu")
+    layer = 2 * 2 * WIDTH * HIDDEN
+    assert heaps[False] - heaps[True] > (layers - 2) * layer
 
 
 @pytest.mark.aot("h100:8")
