@@ -6,12 +6,15 @@ its logit: looked up first, then cast and normalized. It is the same number, and
 array has all of them in float32.
 """
 
+import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import JaxprEqn
 
 from shardfn._core import compat
 from shardfn._core.equation_key import equation_key
@@ -125,30 +128,32 @@ class _Moved:
             return
         value = links[-1].source
         for view in reversed(views):
-            value = self.made(view, [value])
-        value = self.made(node, [value, *node.inputs[1:]])
+            value = self.bind(node, view.eqn, [value])
+        value = self.bind(node, node.eqn, [value, *node.inputs[1:]])
         for link in reversed(links):
             operands = list(link.node.inputs)
             operands[link.at] = value
             for at, row in link.rows.items():
                 operands[at] = self.spread(row, node, self.avals[value].shape)
-            value = self.made(link.node, operands)
+            value = self.bind(node, link.node.eqn, operands)
         self.nodes[-1] = replace(self.nodes[-1], outputs=node.outputs)
 
     def chain(self, lookup: Node) -> tuple[list[_Link], list[Node]]:
         """The pointwise operations that make what a lookup reads, the last one first,
         and the reshapes among them; none if it is not better to look up before them."""
         links, views, kept = list[_Link](), list[Node](), (0, 0)
-        value, batching = lookup.inputs[0], _batching(lookup)
+        value, shared = lookup.inputs[0], _shared(lookup)
         least, reduced = itemsize(aval_of(self.program, value)), False
-        while isinstance(value, int) and value in self.makers:
+        while isinstance(value, int):
             reduced = reduced or any(map(_reduces, self.readers[value]))
-            node = self.makers[value]
+            node = self.makers.get(value)
+            if node is None:
+                break
             if node.eqn.primitive is lax.reshape_p and len(node.inputs) == 1:
                 views.append(node)
-                (value,), batching = node.inputs, None
+                (value,), shared = node.inputs, {}
                 continue
-            link = self.link(node, batching)
+            link = self.link(node, shared)
             if link is None or self.program.leaf(link.source):
                 break
             links.append(link)
@@ -161,7 +166,7 @@ class _Moved:
             return [], []
         return links[: kept[0]], views[: kept[1]]
 
-    def link(self, node: Node, batching: Mapping[int, int] | None) -> _Link | None:
+    def link(self, node: Node, shared: Mapping[int, int]) -> _Link | None:
         """A node as a link; None if it is none, or has rows of other dimensions."""
         if node.kind != "op" or node.eqn.primitive not in POINTWISE:
             return None
@@ -174,7 +179,7 @@ class _Moved:
             row = self.row(atom, shape)
             if row is not None and aval.shape:
                 of = aval_of(self.program, row.of).shape
-                if of and (batching is None or not _spreads(row, of, batching)):
+                if not _spreads(row, of, shared):
                     return None
                 rows[at] = row
             elif row is None:
@@ -184,7 +189,7 @@ class _Moved:
     def row(self, atom: Atom, shape: Sequence[int]) -> _Row | None:
         """An operand of a pointwise operation as a row; None if it has this shape."""
         own = aval_of(self.program, atom).shape
-        if own != shape:
+        if own != shape and len(own) in (0, len(shape)):
             return _Row(atom, tuple(range(len(own))))
         maker = self.makers.get(atom) if isinstance(atom, int) else None
         if maker is None or maker.eqn.primitive is not lax.broadcast_in_dim_p:
@@ -194,38 +199,40 @@ class _Moved:
 
     def spread(self, row: _Row, lookup: Node, shape: Sequence[int]) -> Atom:
         """A row for each element that is looked up; one number is for all."""
-        own, batching = aval_of(self.program, row.of).shape, _batching(lookup)
+        own, shared = aval_of(self.program, row.of).shape, _shared(lookup)
         if not own:
             return row.of
-        assert batching is not None
         pairs = zip(own, row.dims, strict=True)
-        kept = [(size, batching[d]) for size, d in pairs if size > 1]
+        kept = [(size, shared[d]) for size, d in pairs if size > 1]
         sizes, dims = [size for size, _ in kept], [d for _, d in kept]
         value = row.of
         if tuple(sizes) != own:
-            value = self.run(lambda x: lax.reshape(x, sizes), lookup, [value])
+            value = self.run(lookup, lambda x: lax.reshape(x, sizes), [value])
         if tuple(sizes) == tuple(shape):
             return value
-        return self.run(lambda x: lax.broadcast_in_dim(x, shape, dims), lookup, [value])
+        return self.run(lookup, lambda x: lax.broadcast_in_dim(x, shape, dims), [value])
 
-    def made(self, like: Node, operands: Sequence[Atom]) -> int:
-        """What a node makes of other operands."""
-        eqn = like.eqn
-        return self.run(
-            lambda *xs: eqn.primitive.bind(*xs, **eqn.params), like, operands
-        )
+    def bind(self, lookup: Node, eqn: JaxprEqn, operands: Sequence[Atom]) -> int:
+        """What an equation makes of other operands, in the place of a lookup."""
+        call = functools.partial(eqn.primitive.bind, **eqn.params)
+        return self.run(lookup, call, operands, eqn)
 
     def run(
-        self, call: Callable[..., Any], like: Node, operands: Sequence[Atom]
+        self,
+        lookup: Node,
+        call: Callable[..., Any],
+        operands: Sequence[Atom],
+        like: JaxprEqn | None = None,
     ) -> int:
-        """What one operation makes of operands, in the place of a node."""
+        """What one operation makes of operands, in the place of a lookup, for the line
+        of code of an equation."""
         avals = [self.avals[a] if isinstance(a, int) else a.aval for a in operands]
-        eqn = compat.traced_equation(call, like.eqn, avals)
+        eqn = compat.traced_equation(call, like or lookup.eqn, avals)
         eqn_key, _ = equation_key(eqn, operands)
         self.avals.append(eqn.outvars[0].aval)
         self.leaves.append(())
         node = replace(
-            like,
+            lookup,
             eqn=eqn,
             inputs=tuple(operands),
             outputs=(len(self.avals) - 1,),
@@ -234,34 +241,48 @@ class _Moved:
             eqn_key=eqn_key,
         )
         self.nodes.append(node)
-        return len(self.avals) - 1
+        return node.outputs[0]
+
+
+def _shapes(lookup: Node) -> tuple[Sequence[int], Sequence[int]]:
+    """Of what a lookup reads, and of what it makes."""
+    array, made = lookup.eqn.invars[0].aval, lookup.eqn.outvars[0].aval
+    return array.shape, made.shape  # pyright: ignore
 
 
 def _is_lookup(node: Node) -> bool:
-    """Whether a node looks up floats, NaN where there are none."""
+    """Whether a node looks up some floats of an array, and NaN where there are none."""
     if node.kind != "op" or node.eqn.primitive is not lax.gather_p:
         return False
     fill = node.eqn.params["fill_value"]
     dtype = node.eqn.outvars[0].aval.dtype  # pyright: ignore
-    is_float = jnp.issubdtype(dtype, jnp.floating)
-    return is_float and (fill is None or fill != fill)
+    array, made = _shapes(node)
+    is_float = jnp.issubdtype(dtype, jnp.floating) and (fill is None or fill != fill)
+    return is_float and math.prod(made) <= math.prod(array)
 
 
-def _batching(lookup: Node) -> Mapping[int, int] | None:
-    """By dimension of the array that a lookup shares with its indices, the dimension of
-    the result; None if a lookup takes more than one element."""
-    numbers = lookup.eqn.params["dimension_numbers"]
-    if numbers.offset_dims:
-        return None
-    pairs = numbers.operand_batching_dims, numbers.start_indices_batching_dims
-    return dict(zip(*pairs, strict=True))
+def _shared(lookup: Node) -> Mapping[int, int]:
+    """The dimensions of the array in which a lookup chooses nothing, and the dimensions
+    of its result that they are: those that the indices have, too, and whole ones."""
+    array, made = _shapes(lookup)
+    params: dict[str, Any] = lookup.eqn.params
+    numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
+    batching, left_out = numbers.operand_batching_dims, numbers.collapsed_slice_dims
+    rows = [d for d in range(len(made)) if d not in numbers.offset_dims]
+    pairs = zip(batching, numbers.start_indices_batching_dims, strict=True)
+    shared = {d: rows[i] for d, i in pairs}
+    cut = [d for d in range(len(array)) if d not in (*left_out, *batching)]
+    for d, at in zip(cut, numbers.offset_dims, strict=True):
+        if sizes[d] == array[d] and d not in numbers.start_index_map:
+            shared[d] = at
+    return shared
 
 
-def _spreads(row: _Row, shape: Sequence[int], batching: Mapping[int, int]) -> bool:
+def _spreads(row: _Row, shape: Sequence[int], shared: Mapping[int, int]) -> bool:
     """Whether a row of this shape is the same for all elements that a lookup chooses
     from, and has its dimensions in the result's order."""
     pairs = zip(shape, row.dims, strict=True)
-    kept = [batching.get(d, -1) for size, d in pairs if size > 1]
+    kept = [shared.get(d, -1) for size, d in pairs if size > 1]
     return -1 not in kept and kept == sorted(kept)
 
 

@@ -75,11 +75,37 @@ def in_chunks(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return lax.scan(add, jnp.zeros(()), (chunks, parts))[0] / 4
 
 
+def of_each_row(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    def of_one(logits: jax.Array, label: jax.Array) -> jax.Array:
+        return -jax.nn.log_softmax(logits.astype(jnp.float32))[label]
+
+    return jax.vmap(jax.vmap(of_one))(logits, labels).mean()
+
+
+def of_one_label(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    wide = jax.nn.log_softmax(logits.astype(jnp.float32))
+    return -jnp.take(wide, labels[0, 0], axis=-1).mean()
+
+
+def of_each_token(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """Mapped over tokens, whose logits a loop is given."""
+    turned = logits.swapaxes(0, 1), labels.swapaxes(0, 1)
+    return lax.map(lambda x: log_softmax(*x), turned).mean()
+
+
+def scaled(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """By the place of a token."""
+    scales = jnp.arange(1, TOKENS + 1, dtype=jnp.float32)[None, :, None]
+    return -of_labels(
+        jax.nn.log_softmax(logits.astype(jnp.float32) / scales), labels
+    ).mean()
+
+
 LOSSES = {
     loss.__name__: loss
     for loss in (
         *(integer_labels, log_softmax, capped, flattened, several, out_of_bounds),
-        *(repeated, in_chunks),
+        *(repeated, in_chunks, of_each_row, of_one_label, of_each_token, scaled),
     )
 }
 
@@ -156,6 +182,13 @@ def alone(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return -of_labels(jnp.tanh(logits.astype(jnp.float32)), labels).mean()
 
 
+def more_than_all(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """It would be computed of more elements."""
+    wide = jax.nn.log_softmax(logits.astype(jnp.float32))
+    each = jnp.arange(2 * VOCABULARY) // 2
+    return -jnp.take(wide, each, axis=-1).mean()
+
+
 def narrowed(logits: jax.Array, labels: jax.Array) -> jax.Array:
     """Behind the cast there are fewer bytes to look up in."""
     wide = jnp.cumsum(logits.astype(jnp.float32), axis=-1)
@@ -166,7 +199,7 @@ def narrowed(logits: jax.Array, labels: jax.Array) -> jax.Array:
     "loss, dtype",
     [
         *((filled, "float32"), (biased, "float32"), (alone, "float32")),
-        (narrowed, "bfloat16"),
+        *((more_than_all, "float32"), (narrowed, "bfloat16")),
     ],
 )
 def test_other_lookups_stay_where_they_are(loss, dtype, early) -> None:
