@@ -8,6 +8,7 @@ sharding, `Apply` steps run one node of the program on such versions.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from shardfn._core.automatic_axes import AutoSplit, part_shape
 from shardfn._core.leaves import NO_LEAF, Names
@@ -18,8 +19,7 @@ from shardfn._core.reasons import Cause, Note
 from shardfn._core.sharding import Sharding, Split
 
 
-@dataclass(frozen=True, slots=True)
-class Ref:
+class Ref(NamedTuple):
     """A version of a program's value: version 0 is as made, others are resharded."""
 
     value: int

@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from shardfn._core.sharding import Axes, Sharding, local_shape, stored_shape
+from shardfn._core.sharding import Axes, Sharding, local_shape
 
 
 def elements(aval: Any) -> int:
@@ -25,8 +25,8 @@ def nbytes(aval: Any) -> int:
 
 def local_bytes(aval: Any, sharding: Sharding, axes: Axes) -> int:
     """Bytes of a value on one device, padding included."""
-    shape = stored_shape(tuple(getattr(aval, "shape", ())), sharding, axes)
-    return math.prod(local_shape(shape, sharding, axes)) * itemsize(aval)
+    shape = local_shape(getattr(aval, "shape", ()), sharding, axes)
+    return math.prod(shape) * itemsize(aval)
 
 
 def bytes_in(size: int, aval: Any, dtype: Any) -> int:

@@ -31,10 +31,10 @@ def last_uses(
     """Per step, the versions that nothing after it reads, and that do not leave."""
     last: dict[Ref, int] = {}
     for index, step in enumerate(steps):
-        last.update((ref, index) for ref in reads(step))
-    out: dict[int, list[Ref]] = {}
+        last.update(dict.fromkeys(reads(step), index))
+    out, stays = dict[int, list[Ref]](), frozenset(leaving)
     for ref, index in last.items():
-        if ref not in leaving:
+        if ref not in stays:
             out.setdefault(index, []).append(ref)
     return out
 

@@ -290,8 +290,12 @@ class _Around:
 
     def cotangent(self, loop: Apply) -> Ref | None:
         """An operand of the loop, no term, that the backward pass makes."""
-        steps = {ref: self.body.steps[at] for ref, at in self.makers.items()}
-        made = {ref: step for ref, step in steps.items() if isinstance(step, Apply)}
+        made = {
+            ref: step
+            for ref in loop.operands
+            if ref in self.makers
+            and isinstance(step := self.body.steps[self.makers[ref]], Apply)
+        }
         found = cotangent_of(self.program, loop, made)
         return None if found is None else found[0]
 
