@@ -303,7 +303,7 @@ class PlainStep:
                     self.control,
                 )
             if self.tuned is not None:
-                self.tuned.check(planned.program, planned.state)
+                self.tuned.check(traced.jaxpr, planned.state)
             warn_of(planned, self.strict)
             self.plans[key] = planned
         return self.plans[key]

@@ -38,7 +38,7 @@ from shardfn._trace.trace_step import TracedStep
 from shardfn._trace.weight_casts import take_out_casts
 from shardfn.analysis._listing import make_plan
 from shardfn.analysis._offload_table import why_chosen
-from shardfn.analysis._program_hash import fingerprint_of
+from shardfn.analysis._program_hash import fingerprint_of, operations_hash
 from shardfn.analysis.plan import Plan
 from shardfn.storage._layout import layouts
 
@@ -77,11 +77,9 @@ def plan_traced(
 
     def arrange(program: Program) -> Program:
         given = tuple(program.inputs[i] for i in traced.given)
-        made = (
-            given[k] if j is None else program.outputs[j]
-            for k, j in enumerate(traced.order)
-        )
-        program = replace(program, inputs=given, outputs=tuple(made))
+        order, made = enumerate(traced.order), program.outputs
+        out = tuple(given[k] if j is None else made[j] for k, j in order)
+        program = replace(program, inputs=given, outputs=out)
         inside, outside = len(program.inputs), len(program.outputs)
         each = ([*names, *[""] * (count - len(names))] for count in (inside, outside))
         program = name_leaves(program, *each)
@@ -278,6 +276,7 @@ def describe(planned: Planned, *, fingerprint: bool = True) -> Plan:
         planned.axes,
         planned.control,
         fingerprint_of(planned.program) if fingerprint else "",
+        operations_hash(planned.traced.jaxpr),
         planned.state,
         planned.notes,
         _layouts(planned),

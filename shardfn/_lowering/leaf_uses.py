@@ -107,13 +107,10 @@ def uses_of(
             followed.update(entered.values())
             known = {at: given[ref] for at, ref in entered.items()}
             yield from uses_of(inside, step.bodies[k], axes, inner, parts, known)
-        operands = enumerate(() if step.bodies else step.operands)
-        read += [(ref, step.node, i) for i, ref in operands if ref in gathers]
-    met = [
-        _meet(program, ref, k, i, gathers[ref].stored, axes)
-        for ref, k, i in read
-        if ref is not None
-    ]
+        for i, ref in enumerate(() if step.bodies else step.operands):
+            if ref is not None and ref in gathers:
+                read.append((ref, step.node, i))
+    met = [_meet(program, ref, k, i, gathers[ref].stored, axes) for ref, k, i in read]
     moved = _moved_by(program, met)
     least: dict[Ref, float] = {}
     for m in met:

@@ -293,7 +293,8 @@ class _Around:
         made = {
             ref: step
             for ref in loop.operands
-            if ref in self.makers
+            if ref is not None
+            and ref in self.makers
             and isinstance(step := self.body.steps[self.makers[ref]], Apply)
         }
         found = cotangent_of(self.program, loop, made)

@@ -82,7 +82,7 @@ class Liveness:
         others = {ref for j, ref in enumerate(outputs) if j not in aliased}
         inside = {ref for ref in self.results_of if self.is_counted_outside(ref)}
         for ref in {outputs[j] for j in aliased} - others | inside:
-            if ref in self.made:
+            if ref is not None and ref in self.made:
                 self.made[ref] = self.made[ref][0], 0
 
     def profile(self) -> list[int]:

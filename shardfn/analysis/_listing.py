@@ -31,7 +31,6 @@ from shardfn.analysis._computed_alike import computed_alike
 from shardfn.analysis._explain import DUPLICATED, LeafLayout, Operation
 from shardfn.analysis._live_runs import Runs, count_runs
 from shardfn.analysis._move_reason import Why, note_text
-from shardfn.analysis._program_hash import operations_hash
 from shardfn.analysis._replicated import work_of
 from shardfn.analysis._surroundings import ALONE, Surroundings
 from shardfn.analysis._text import shape_text
@@ -53,6 +52,7 @@ def make_plan(
     axes: Axes,
     control: Control,
     fingerprint: str,
+    operations: str,
     state: Sequence[Leaf],
     notes: tuple[str, ...] = (),
     layouts: Sequence[tuple[Sharding, str]] = (),
@@ -66,7 +66,8 @@ def make_plan(
       body: its plan.
       axes: the mesh axes.
       control: what was asked of the moves of state leaves.
-      fingerprint: what identifies the traced step; see `_program_hash`.
+      fingerprint: what identifies the planned step; see `_program_hash`.
+      operations: the hash of the operations of the step as it was traced.
       state: leaves of the state.
       notes: what people should know besides.
       layouts: how each leaf is stored, and why.
@@ -97,7 +98,7 @@ def make_plan(
         copies_itself=copies_itself(program),
         on_host=host_leaves(state, body.inputs, axes, returns),
         offload=offload,
-        operations_hash=operations_hash(program),
+        operations_hash=operations,
         leaves=tuple(
             LeafLayout(
                 leaf_name(leaf.path),

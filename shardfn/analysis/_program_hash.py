@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import jaxprs_in_params
 
 from shardfn._core import compat
 from shardfn._core.equation_key import literal_key
@@ -28,17 +29,18 @@ def fingerprint_of(program: Program) -> str:
     return hashing.digest.hexdigest()
 
 
-def operations_hash(program: Program) -> str:
-    """The hash of a step's operations without their sizes. Batches of other sizes are
-    the same program, and so are other numbers of devices."""
-    names = repr(list(_operations(program)))
+def operations_hash(jaxpr: Any) -> str:
+    """The hash of a step's operations, as the step is traced, without their sizes.
+    Batches of other sizes are the same program, and so are other devices, for which a
+    plan may rewrite it otherwise."""
+    names = repr(list(_operations(jaxpr)))
     return hashlib.sha256(names.encode()).hexdigest()[:16]
 
 
-def _operations(program: Program) -> Iterator[str]:
-    for node in program.nodes:
-        yield node.eqn.primitive.name
-        for body in node.bodies:
+def _operations(jaxpr: Any) -> Iterator[str]:
+    for eqn in jaxpr.eqns:
+        yield eqn.primitive.name
+        for body in jaxprs_in_params(eqn.params):
             yield from ("(", *_operations(body), ")")
 
 

@@ -17,6 +17,7 @@ from shardfn._api.tuning.advise import advise
 from shardfn._api.tuning.candidates import Candidate, Tuning, choose
 from shardfn._api.tuning.tune import joined
 from shardfn._api.tuning.tuned_options import TunedOptions, read, state_of, write
+from shardfn._core import compat
 from shardfn._core.errors import ShardingError
 from shardfn._core.tuning_limits import ADVISED_SHARE, TUNED_SHARE
 from shardfn._lowering.option_table import NETWORK_FLAG, NOT_DELAYED
@@ -157,6 +158,30 @@ def options() -> TunedOptions:
 def path(tmp_path, options):
     write(tmp_path / "tuned.json", options)
     return tmp_path / "tuned.json"
+
+
+def test_a_file_counts_for_devices_for_which_the_program_is_rewritten(
+    tmp_path, monkeypatch
+) -> None:
+    """On TPUs a label's logit is looked up elsewhere."""
+
+    def train(w, batch):
+        def loss(w):
+            x, labels = batch
+            each = jax.nn.log_softmax(x @ w)
+            return -jnp.take_along_axis(each, labels[:, None], axis=1).mean()
+
+        value, grad = jax.value_and_grad(loss)(w)
+        return w - grad, value
+
+    given = jnp.zeros((64, 128)), (jnp.ones((16, 64)), jnp.zeros(16, int))
+    path = tmp_path / "tuned.json"
+    write(path, tuned_for(train, ("prefetch", 1), state=given[0], batch=given[1]))
+    here = shardfn.fully_shard(train, cpu_mesh(8)).plan(*given)
+    monkeypatch.setattr(compat, "indexes_memory", lambda platform: True)
+    there = shardfn.fully_shard(train, cpu_mesh(8), options=path).plan(*given)
+    assert there.program != here.program, "it is rewritten"
+    assert there.operations_hash == here.operations_hash
 
 
 def test_a_file_of_options_counts_as_if_they_were_written_there(path) -> None:

@@ -17,7 +17,6 @@ import jax
 from shardfn._core.errors import ShardingError, call_site, called, step_name
 from shardfn._core.leaf_options import LEAF_OPTIONS
 from shardfn._core.leaves import Leaf, leaf_name
-from shardfn._core.program import Program
 from shardfn.analysis._program_hash import operations_hash
 
 FORMAT = "tuned options of shardfn, 2"
@@ -62,11 +61,11 @@ class TunedOptions:
         """Whose figures the compiler's scheduler goes by; None if nothing is said."""
         return dict(self.options).get("latencies")
 
-    def check(self, program: Program, leaves: Sequence[Leaf]) -> None:
+    def check(self, jaxpr: Any, leaves: Sequence[Leaf]) -> None:
         """Raises if the step is not the one that the options were chosen for.
 
         Args:
-          program: the traced step.
+          jaxpr: the traced step.
           leaves: of its state.
 
         Raises:
@@ -74,7 +73,7 @@ class TunedOptions:
         """
         named = ((leaf_name(x.path), x.aval.shape, str(x.aval.dtype)) for x in leaves)
         changed = _changed(self.state, state_of(named))
-        if not changed and operations_hash(program) == self.program:
+        if not changed and operations_hash(jaxpr) == self.program:
             return
         name = step_name()
         what = f"operations of {name} are not those"
