@@ -6,21 +6,18 @@ the same rows share what says whom to ask.
 """
 
 from collections.abc import Callable, Collection, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardfn._core import compat
 from shardfn._core.index_bounds import clamped, fill_of, in_bounds
-from shardfn._core.leaves import NO_LEAF
-from shardfn._core.phases import Pass
-from shardfn._core.program import Atom, Node, Program, aval_of, live
+from shardfn._core.program import Atom, Node, Program, aval_of
 from shardfn._core.sharding import Axes
 from shardfn._lowering.constrained_values import BodyPath, in_body
-from shardfn._trace.jaxpr_to_program import make_program
+from shardfn._trace.inlined import Inlined
 from shardfn._trace.row_requests import RowRequests
 
 
@@ -151,22 +148,18 @@ class _LookupBody:
     Attributes:
       program: the body.
       axes: the mesh axes.
-      avals: those of its values, and of more.
-      nodes: its nodes so far.
+      inlined: what becomes of it.
       routes: by what is looked up, the values that say whom to ask; by the table, too,
         the rows.
     """
 
     program: Program
     axes: Axes
-    avals: list[Any] = field(init=False)
-    nodes: list[Node] = field(default_factory=list)
-    constants: list[tuple[int, Any]] = field(init=False)
+    inlined: Inlined = field(init=False)
     routes: dict[Hashable, tuple[Atom, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.avals = list(self.program.avals)
-        self.constants = list(self.program.constants)
+        self.inlined = Inlined(self.program)
 
     def with_requests(self, results: Collection[int]) -> Program:
         """The body with these results of lookups made by requests."""
@@ -176,77 +169,29 @@ class _LookupBody:
             if not results.isdisjoint(node.outputs):  # pyright: ignore
                 lookup = lookup_of(program, node, self.axes)
             if lookup is None:
-                self.nodes.append(node)
+                self.inlined.nodes.append(node)
             else:
                 self.replace(node, lookup)
-        nodes, constants = live(self.nodes, self.constants, program.outputs)
-        more = (NO_LEAF,) * (len(self.avals) - len(program.avals))
-        return replace(
-            program,
-            avals=tuple(self.avals),
-            nodes=nodes,
-            constants=constants,
-            leaves=(*program.leaves, *more) if program.leaves else (),
-        )
+        return self.inlined.finished()
 
     def replace(self, node: Node, lookup: Lookup) -> None:
         """Adds what a lookup becomes. Rows that are read twice are asked for once: a
         compiler would merge what does it."""
+        inline = self.inlined.inline
         table, indices, *updates = node.inputs
         key = indices, lookup.requests
         if key not in self.routes:
-            self.routes[key] = self.inline(node, lookup.route, [indices])
+            self.routes[key] = inline(node, lookup.route, [indices])
         operands = [table, indices, *updates, *self.routes[key]]
         run = with_derivative(node, lookup)
         if not lookup.reads:
-            self.inline(node, run, operands, node.outputs)
+            inline(node, run, operands, node.outputs)
             return
         key = table, *key
         if key not in self.routes:
-            self.routes[key] = self.inline(node, run, operands)
+            self.routes[key] = inline(node, run, operands)
         found = [*self.routes[key], indices]
-        self.inline(node, lookup.filled, found, node.outputs)
-
-    def inline(
-        self,
-        near: Node,
-        run: Callable[..., Any],
-        operands: Sequence[Atom],
-        results: Sequence[int] | None = None,
-    ) -> tuple[Atom, ...]:
-        """Adds what a function does, in the pass and the line of a node.
-
-        Args:
-          near: the node.
-          run: the function.
-          operands: what it is given.
-          results: the values that it makes; new ones if none are given.
-
-        Returns:
-          The values that it makes.
-        """
-        avals = [self.avals[a] if isinstance(a, int) else a.aval for a in operands]
-        with compat.at_top_level(), compat.as_user_code(near.eqn):
-            closed = jax.make_jaxpr(run)(*map(compat.abstract, avals))
-        inner = _in_pass(make_program(closed), near.during)
-        known: dict[int, Atom] = dict(zip(inner.inputs, operands, strict=True))
-        for atom, value in zip(inner.outputs, results or (), strict=False):
-            assert isinstance(atom, int) and atom not in known
-            known[atom] = value
-        for value, aval in enumerate(inner.avals):
-            if value not in known:
-                known[value] = len(self.avals)
-                self.avals.append(aval)
-
-        def named(atoms: Sequence[Atom]) -> tuple[Any, ...]:
-            return tuple(known[a] if isinstance(a, int) else a for a in atoms)
-
-        self.constants += [(*named([v]), c) for v, c in inner.constants]
-        self.nodes += [
-            replace(node, inputs=named(node.inputs), outputs=named(node.outputs))
-            for node in inner.nodes
-        ]
-        return named(inner.outputs)
+        inline(node, lookup.filled, found, node.outputs)
 
 
 def with_derivative(node: Node, lookup: Lookup) -> Callable[..., jax.Array]:
@@ -267,16 +212,3 @@ def with_derivative(node: Node, lookup: Lookup) -> Callable[..., jax.Array]:
 
     run.defjvp(along)
     return run
-
-
-def _in_pass(program: Program, during: Pass) -> Program:
-    """A program whose nodes run in one pass."""
-    nodes = (
-        replace(
-            node,
-            during=during,
-            bodies=tuple(_in_pass(body, during) for body in node.bodies),
-        )
-        for node in program.nodes
-    )
-    return replace(program, nodes=tuple(nodes))

@@ -49,11 +49,22 @@ def fuses(node: Node, operand: int) -> bool:
     if operand < 0:
         return False
     if node.kind != "op" or node.rule is None:
-        return is_pointwise(node)
+        return is_pointwise(node) or _is_unread(node, operand)
     if writes_into(node):
         return operand > 0 or adds_to_zeros(node)
     reduces = node.rule.flat or len(node.inputs) == 1
     return reduces or is_pointwise(node) or node.eqn.primitive in _PICKS
+
+
+def _is_unread(node: Node, operand: int) -> bool:
+    """Whether a function with a derivative of its own needs an operand for that alone:
+    where it is called it reads nothing of it."""
+    if node.kind != "custom":
+        return False
+    (body,), (region,) = node.bodies, node.regions
+    values = [body.inputs[j] for j, i in enumerate(region.operands) if i == operand]
+    read = {atom for inner in body.nodes for atom in inner.inputs}
+    return bool(values) and read.union(body.outputs).isdisjoint(values)
 
 
 def makes_inside(program: Program, step: Step | HostStep, operand: int) -> bool:

@@ -3,7 +3,7 @@
 In: a program, for a compiler that writes to memory whatever elements are picked from.
 Out: the program, in which a label's `log_softmax(logits.astype(float32))` is that of
 its logit: looked up first, then cast and normalized. It is the same number, and no
-array has all of them in float32.
+array has all of them in float32. Derivatives are those of the lookup as it was.
 """
 
 import functools
@@ -12,16 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn
 
-from shardfn._core import compat
-from shardfn._core.equation_key import equation_key
-from shardfn._core.leaves import Names
-from shardfn._core.program import LITERAL, VALUE, Atom, Node, Program, aval_of, live
-from shardfn._core.rule_registry import rule_of
+from shardfn._core.program import Atom, Node, Program, aval_of
 from shardfn._core.sizes import itemsize
+from shardfn._trace.inlined import Inlined
 
 POINTWISE = (
     *(lax.convert_element_type_p, lax.neg_p, lax.exp_p, lax.log_p, lax.tanh_p),
@@ -39,25 +37,17 @@ def look_up_early(program: Program) -> Program:
     Returns:
       The program; the same one if there is nothing to move.
     """
-    moved = _Moved(program, list(program.avals), list(program.leaves))
+    moved = _Moved(program)
     for node in program.nodes:
         bodies = tuple(map(look_up_early, node.bodies))
         if any(a is not b for a, b in zip(bodies, node.bodies, strict=True)):
             node = replace(node, bodies=bodies)
         moved.add(node)
-    same = len(moved.nodes) == len(program.nodes) and all(
-        a is b for a, b in zip(moved.nodes, program.nodes, strict=True)
+    nodes = moved.inlined.nodes
+    same = len(nodes) == len(program.nodes) and all(
+        a is b for a, b in zip(nodes, program.nodes, strict=True)
     )
-    if same:
-        return program
-    nodes, constants = live(moved.nodes, program.constants, program.outputs)
-    return replace(
-        program,
-        avals=tuple(moved.avals),
-        leaves=tuple(moved.leaves),
-        nodes=nodes,
-        constants=constants,
-    )
+    return program if same else moved.inlined.finished()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,23 +65,108 @@ class _Row:
 
 @dataclass(frozen=True, slots=True)
 class _Link:
-    """A pointwise operation on an array, rows and numbers.
+    """A pointwise operation on an array, rows and numbers; or a reshape of an array.
 
     Attributes:
       node: the operation.
+      shape: of what it makes.
       at: which operand is the array.
       rows: by position, the operands that are rows.
     """
 
     node: Node
-    at: int
-    rows: Mapping[int, _Row]
+    shape: tuple[int, ...]
+    at: int = 0
+    rows: Mapping[int, _Row] = field(default_factory=dict)
 
     @property
     def source(self) -> int:
         atom = self.node.inputs[self.at]
         assert isinstance(atom, int)
         return atom
+
+    @property
+    def is_view(self) -> bool:
+        return self.node.eqn.primitive is lax.reshape_p
+
+    def of(self, array: Any, row: Callable[[_Row], Any]) -> Any:
+        """What it makes of an array, and of rows as they are to be."""
+        operands = [
+            array
+            if at == self.at
+            else row(self.rows[at])
+            if at in self.rows
+            else atom.val  # pyright: ignore
+            for at, atom in enumerate(self.node.inputs)
+        ]
+        return _bind(self.node, *operands)
+
+
+def _bind(node: Node, *operands: Any) -> Any:
+    return node.eqn.primitive.bind(*operands, **node.eqn.params)
+
+
+@dataclass(frozen=True, slots=True)
+class _Lookup:
+    """A lookup, and what makes the array that it reads.
+
+    Attributes:
+      node: the lookup.
+      links: from the array that it is to read to the one that it reads.
+      shared: see `_shared`.
+    """
+
+    node: Node
+    links: tuple[_Link, ...]
+    shared: Mapping[int, int]
+
+    @property
+    def operands(self) -> list[Atom]:
+        """What was read, the array, what says where to look, and the rows."""
+        each = (row.of for link in self.links for row in link.rows.values())
+        array = self.links[0].source
+        return [self.node.inputs[0], array, *self.node.inputs[1:], *dict.fromkeys(each)]
+
+    def given(self, values: Sequence[Any]) -> Callable[[_Row], Any]:
+        """Finds a row among the values of `operands`."""
+        known = dict(zip(self.operands[3:], values, strict=True))
+        return lambda row: known[row.of]
+
+    def early(self, array: Any, indices: Any, *rows: Any) -> Any:
+        """What is looked up, before the pointwise operations."""
+        find = self.given(rows)
+        for link in self.links:
+            array = link.of(array, find) if link.is_view else array
+        made = _bind(self.node, array, indices)
+
+        def spread(row: _Row) -> Any:
+            value = find(row)
+            pairs = zip(value.shape, row.dims, strict=True)
+            kept = [(size, self.shared[d]) for size, d in pairs if size > 1]
+            value = value.reshape([size for size, _ in kept])
+            return lax.broadcast_in_dim(value, made.shape, [d for _, d in kept])
+
+        for link in self.links:
+            made = made if link.is_view else link.of(made, spread)
+        return made
+
+    @property
+    def run(self) -> Callable[..., Any]:
+        """What is looked up early, also given what was read, and with the derivative of
+        reading that: through a cast, gradients would add up in the narrow dtype."""
+
+        def early(read: Any, *given: Any) -> Any:
+            return self.early(*given)
+
+        def along(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+            read, _, indices, *_ = primals
+            reading = functools.partial(_bind, self.node)
+            change = jax.jvp(lambda x: reading(x, indices), [read], [tangents[0]])[1]
+            return run(*primals), change
+
+        run: Any = jax.custom_jvp(early)
+        run.defjvp(along)
+        return run
 
 
 @dataclass(slots=True)
@@ -100,21 +175,18 @@ class _Moved:
 
     Attributes:
       program: as it was.
-      avals: of its values, and of new ones.
-      leaves: their names.
-      nodes: its nodes so far.
+      inlined: what becomes of it.
       makers: per value, the node that makes it.
       readers: per value, the nodes that read it.
     """
 
     program: Program
-    avals: list[Any]
-    leaves: list[Names]
-    nodes: list[Node] = field(default_factory=list)
+    inlined: Inlined = field(init=False)
     makers: dict[int, Node] = field(default_factory=dict)
     readers: dict[int, list[Node]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.inlined = Inlined(self.program)
         for node in self.program.nodes:
             self.makers.update(dict.fromkeys(node.outputs, node))
             for atom in node.inputs:
@@ -122,26 +194,17 @@ class _Moved:
                     self.readers.setdefault(atom, []).append(node)
 
     def add(self, node: Node) -> None:
-        links, views = self.chain(node) if _is_lookup(node) else ([], [])
+        links = self.chain(node) if _is_lookup(node) else []
         if not links:
-            self.nodes.append(node)
+            self.inlined.nodes.append(node)
             return
-        value = links[-1].source
-        for view in reversed(views):
-            value = self.bind(node, view.eqn, [value])
-        value = self.bind(node, node.eqn, [value, *node.inputs[1:]])
-        for link in reversed(links):
-            operands = list(link.node.inputs)
-            operands[link.at] = value
-            for at, row in link.rows.items():
-                operands[at] = self.spread(row, node, self.avals[value].shape)
-            value = self.bind(node, link.node.eqn, operands)
-        self.nodes[-1] = replace(self.nodes[-1], outputs=node.outputs)
+        lookup = _Lookup(node, tuple(reversed(links)), _shared(node))
+        self.inlined.inline(node, lookup.run, lookup.operands, node.outputs)
 
-    def chain(self, lookup: Node) -> tuple[list[_Link], list[Node]]:
+    def chain(self, lookup: Node) -> list[_Link]:
         """The pointwise operations that make what a lookup reads, the last one first,
         and the reshapes among them; none if it is not better to look up before them."""
-        links, views, kept = list[_Link](), list[Node](), (0, 0)
+        links, kept = list[_Link](), 0
         value, shared = lookup.inputs[0], _shared(lookup)
         least, reduced = itemsize(aval_of(self.program, value)), False
         while isinstance(value, int):
@@ -149,42 +212,42 @@ class _Moved:
             node = self.makers.get(value)
             if node is None:
                 break
-            if node.eqn.primitive is lax.reshape_p and len(node.inputs) == 1:
-                views.append(node)
-                (value,), shared = node.inputs, {}
-                continue
             link = self.link(node, shared)
             if link is None or self.program.leaf(link.source):
                 break
             links.append(link)
             value = link.source
+            if link.is_view:
+                shared = {}
+                continue
             size = itemsize(self.program.avals[value])
             if size <= least:
-                least, kept = size, (len(links), len(views))
+                least, kept = size, len(links)
         # Otherwise what is looked up in might be in memory for the lookup alone.
-        if not reduced:
-            return [], []
-        return links[: kept[0]], views[: kept[1]]
+        return links[:kept] if reduced else []
 
     def link(self, node: Node, shared: Mapping[int, int]) -> _Link | None:
         """A node as a link; None if it is none, or has rows of other dimensions."""
+        shape = aval_of(self.program, node.outputs[0]).shape
+        if node.eqn.primitive is lax.reshape_p and len(node.inputs) == 1:
+            return _Link(node, shape) if isinstance(node.inputs[0], int) else None
         if node.kind != "op" or node.eqn.primitive not in POINTWISE:
             return None
         whole, rows = list[int](), dict[int, _Row]()
-        shape = aval_of(self.program, node.outputs[0]).shape
         for at, atom in enumerate(node.inputs):
             aval = aval_of(self.program, atom)
-            if not jnp.issubdtype(aval.dtype, jnp.floating):
+            if not _has_nan(aval.dtype):
                 return None
             row = self.row(atom, shape)
-            if row is not None and aval.shape:
-                of = aval_of(self.program, row.of).shape
-                if not _spreads(row, of, shared):
+            if row is None:
+                whole.append(at)
+            elif isinstance(row.of, int):
+                if not _spreads(row, self.program.avals[row.of].shape, shared):
                     return None
                 rows[at] = row
-            elif row is None:
-                whole.append(at)
-        return _Link(node, whole[0], rows) if len(whole) == 1 else None
+            elif aval.shape:
+                return None  # one number, as an array
+        return _Link(node, shape, whole[0], rows) if len(whole) == 1 else None
 
     def row(self, atom: Atom, shape: Sequence[int]) -> _Row | None:
         """An operand of a pointwise operation as a row; None if it has this shape."""
@@ -197,51 +260,12 @@ class _Moved:
         dims = map(int, maker.eqn.params["broadcast_dimensions"])
         return _Row(maker.inputs[0], tuple(dims))
 
-    def spread(self, row: _Row, lookup: Node, shape: Sequence[int]) -> Atom:
-        """A row for each element that is looked up; one number is for all."""
-        own, shared = aval_of(self.program, row.of).shape, _shared(lookup)
-        if not own:
-            return row.of
-        pairs = zip(own, row.dims, strict=True)
-        kept = [(size, shared[d]) for size, d in pairs if size > 1]
-        sizes, dims = [size for size, _ in kept], [d for _, d in kept]
-        value = row.of
-        if tuple(sizes) != own:
-            value = self.run(lookup, lambda x: lax.reshape(x, sizes), [value])
-        if tuple(sizes) == tuple(shape):
-            return value
-        return self.run(lookup, lambda x: lax.broadcast_in_dim(x, shape, dims), [value])
 
-    def bind(self, lookup: Node, eqn: JaxprEqn, operands: Sequence[Atom]) -> int:
-        """What an equation makes of other operands, in the place of a lookup."""
-        call = functools.partial(eqn.primitive.bind, **eqn.params)
-        return self.run(lookup, call, operands, eqn)
-
-    def run(
-        self,
-        lookup: Node,
-        call: Callable[..., Any],
-        operands: Sequence[Atom],
-        like: JaxprEqn | None = None,
-    ) -> int:
-        """What one operation makes of operands, in the place of a lookup, for the line
-        of code of an equation."""
-        avals = [self.avals[a] if isinstance(a, int) else a.aval for a in operands]
-        eqn = compat.traced_equation(call, like or lookup.eqn, avals)
-        eqn_key, _ = equation_key(eqn, operands)
-        self.avals.append(eqn.outvars[0].aval)
-        self.leaves.append(())
-        node = replace(
-            lookup,
-            eqn=eqn,
-            inputs=tuple(operands),
-            outputs=(len(self.avals) - 1,),
-            kinds=tuple(VALUE if isinstance(a, int) else LITERAL for a in operands),
-            rule=rule_of(eqn),
-            eqn_key=eqn_key,
-        )
-        self.nodes.append(node)
-        return node.outputs[0]
+def _has_nan(dtype: Any) -> bool:
+    """Whether it is a dtype of floats, NaN among them."""
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return False
+    return bool(np.isnan(np.asarray(np.nan).astype(dtype).astype(np.float32)))
 
 
 def _shapes(lookup: Node) -> tuple[Sequence[int], Sequence[int]]:
@@ -255,10 +279,10 @@ def _is_lookup(node: Node) -> bool:
     if node.kind != "op" or node.eqn.primitive is not lax.gather_p:
         return False
     fill = node.eqn.params["fill_value"]
-    dtype = node.eqn.outvars[0].aval.dtype  # pyright: ignore
     array, made = _shapes(node)
-    is_float = jnp.issubdtype(dtype, jnp.floating) and (fill is None or fill != fill)
-    return is_float and math.prod(made) <= math.prod(array)
+    is_float = _has_nan(node.eqn.outvars[0].aval.dtype)  # pyright: ignore
+    fills = fill is None or fill != fill
+    return is_float and fills and math.prod(made) <= math.prod(array)
 
 
 def _shared(lookup: Node) -> Mapping[int, int]:

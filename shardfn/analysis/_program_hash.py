@@ -1,7 +1,8 @@
 """What identifies a traced step: a hash of its program and the arrays it captures.
 
 In: a program. Out: a hash that two traces share iff they are the same program on equal
-constants, in every process; and one of what does not depend on the batch's size.
+constants, in every process. Of the step as it was traced: one of what depends neither
+on the batch's size nor on the devices.
 """
 
 import hashlib
@@ -39,6 +40,10 @@ def operations_hash(jaxpr: Any) -> str:
 
 def _operations(jaxpr: Any) -> Iterator[str]:
     for eqn in jaxpr.eqns:
+        inlined = compat.inlined_body(eqn)
+        if inlined is not None:  # such as a call of a jitted function
+            yield from _operations(compat.open_jaxpr(inlined)[0])
+            continue
         yield eqn.primitive.name
         for body in jaxprs_in_params(eqn.params):
             yield from ("(", *_operations(body), ")")

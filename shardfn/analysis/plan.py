@@ -35,9 +35,9 @@ class Plan:
       body: the steps.
       collectives: every collective, in program order.
       parameter_bytes: M, the bytes of the gathered parameters in their compute dtype.
-      program: fingerprint of the traced step and of the arrays it captured.
-      operations_hash: that of the step's operations without their sizes: the same for
-        batches of other sizes, and for other numbers of devices.
+      program: fingerprint of the planned step and of the arrays it captured.
+      operations_hash: that of the traced step's operations without their sizes: the
+        same for batches of other sizes, and for other devices.
       control: what was asked of the moves of state leaves.
       work: the FLOPs of one device, and those of them that every device repeats.
       notes: which arguments are state, where that had to be found, and what of the mesh

@@ -274,7 +274,7 @@ def test_another_version_of_jax_is_named(path) -> None:
             '{"format": "tuned options of shardfn, 0"}',
             "is no file of tuned options: it is of another format",
         ),
-        ('{"format": "tuned options of shardfn, 2"}', "lacks one of step, target"),
+        ('{"format": "tuned options of shardfn, 3"}', "lacks one of step, target"),
         ("prefetch: __import__('os')", "has a value that is none: "),
         ("prefetched: 1", "names an option 'prefetched', which fully_shard does not"),
     ],

@@ -19,7 +19,7 @@ from shardfn._core.leaf_options import LEAF_OPTIONS
 from shardfn._core.leaves import Leaf, leaf_name
 from shardfn.analysis._program_hash import operations_hash
 
-FORMAT = "tuned options of shardfn, 2"
+FORMAT = "tuned options of shardfn, 3"
 """What a file says that it is; another number is another layout."""
 
 
