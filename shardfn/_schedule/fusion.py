@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from shardfn._core.compat import ADDITIONS, primitives
 from shardfn._core.owned_rows import add_owned_p
 from shardfn._core.plan import Apply, HostStep, Step
-from shardfn._core.program import ZERO, Node, Program, aval_of
+from shardfn._core.program import ZERO, Node, Program, aval_of, number_of
 
 _WRITES_INTO = (
     *primitives("scatter", "scatter-add", "scatter-sub", "scatter-mul"),
@@ -63,8 +63,8 @@ def _is_unread(node: Node, operand: int) -> bool:
         return False
     (body,), (region,) = node.bodies, node.regions
     values = [body.inputs[j] for j, i in enumerate(region.operands) if i == operand]
-    read = {atom for inner in body.nodes for atom in inner.inputs}
-    return bool(values) and read.union(body.outputs).isdisjoint(values)
+    read = [atom for inner in body.nodes for atom in inner.inputs]
+    return bool(values) and {*values}.isdisjoint(map(number_of, (*read, *body.outputs)))
 
 
 def makes_inside(program: Program, step: Step | HostStep, operand: int) -> bool:
