@@ -91,14 +91,10 @@ class _Link:
 
     def of(self, array: Any, row: Callable[[_Row], Any]) -> Any:
         """What it makes of an array, and of rows as they are to be."""
-        operands = [
-            array
-            if at == self.at
-            else row(self.rows[at])
-            if at in self.rows
-            else atom.val  # pyright: ignore
-            for at, atom in enumerate(self.node.inputs)
-        ]
+        operands = [getattr(atom, "val", None) for atom in self.node.inputs]
+        operands[self.at] = array
+        for at, each in self.rows.items():
+            operands[at] = row(each)
         return _bind(self.node, *operands)
 
 
@@ -127,20 +123,15 @@ class _Lookup:
         array = self.links[0].source
         return [self.node.inputs[0], array, *self.node.inputs[1:], *dict.fromkeys(each)]
 
-    def given(self, values: Sequence[Any]) -> Callable[[_Row], Any]:
-        """Finds a row among the values of `operands`."""
-        known = dict(zip(self.operands[3:], values, strict=True))
-        return lambda row: known[row.of]
-
     def early(self, array: Any, indices: Any, *rows: Any) -> Any:
         """What is looked up, before the pointwise operations."""
-        find = self.given(rows)
+        known = dict(zip(self.operands[3:], rows, strict=True))
         for link in self.links:
-            array = link.of(array, find) if link.is_view else array
+            array = _bind(link.node, array) if link.is_view else array
         made = _bind(self.node, array, indices)
 
         def spread(row: _Row) -> Any:
-            value = find(row)
+            value = known[row.of]
             pairs = zip(value.shape, row.dims, strict=True)
             kept = [(size, self.shared[d]) for size, d in pairs if size > 1]
             value = value.reshape([size for size, _ in kept])
