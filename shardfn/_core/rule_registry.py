@@ -6,7 +6,7 @@ In: a `JaxprEqn`. Out: its rule, one per primitive, and how one device runs the 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +88,10 @@ class LocalOp:
         return tuple(range(start + 1))
 
 
-RuleFn = Callable[[JaxprEqn], OpShardingRule]
+RuleFn = Callable[[JaxprEqn], OpShardingRule | None]
+"""The rule of an equation; None of one that has to see all of its operands."""
+
+AnyRule = TypeVar("AnyRule", bound=RuleFn)
 
 
 LocalFn = Callable[..., Sequence[jax.Array]]
@@ -105,7 +108,7 @@ _registry: dict[Primitive, _Entry] = {}
 
 def register_rule(
     *primitives: Primitive, local: LocalFn = LocalOp.bind
-) -> Callable[[RuleFn], RuleFn]:
+) -> Callable[[AnyRule], AnyRule]:
     """Registers the op sharding rule of some primitives.
 
     Args:
@@ -115,7 +118,8 @@ def register_rule(
         parameter spells out a shape or the result depends on where the block lies.
 
     Returns:
-      A decorator for a function from an equation to its `OpShardingRule`.
+      A decorator for a function from an equation to its `OpShardingRule`; or to None,
+      and the equation runs on whole operands.
 
     Example:
       >>> from jax.extend.core import Primitive
@@ -125,7 +129,7 @@ def register_rule(
       ...     return make_rule(eqn, ["bd", "nd"], ["bn"], reduce="d")
     """
 
-    def register(rule: RuleFn) -> RuleFn:
+    def register(rule: AnyRule) -> AnyRule:
         for primitive in primitives:
             _registry[primitive] = _Entry(rule, local)
         return rule
@@ -140,10 +144,15 @@ def rule_of(eqn: JaxprEqn) -> OpShardingRule | None:
       eqn: an equation, such as one of `jax.make_jaxpr(f)(x).eqns`.
 
     Returns:
-      The rule of the equation, or None if its primitive has none.
+      The rule of the equation, or None if it has none.
     """
     entry = _registry.get(eqn.primitive)
     return entry.rule(eqn) if entry else None
+
+
+def is_registered(primitive: Primitive) -> bool:
+    """Whether equations of a primitive have rules, though perhaps not all of them."""
+    return primitive in _registry
 
 
 def run_local(op: LocalOp, *operands: jax.Array) -> Sequence[jax.Array]:

@@ -17,7 +17,7 @@ from shardfn._core import compat
 from shardfn._core.equation_key import equation_key
 from shardfn._core.op_sharding_rule import OpShardingRule
 from shardfn._core.program import ZERO, Atom, Node, Program, live
-from shardfn._core.rule_registry import rule_of
+from shardfn._core.rule_registry import is_registered, rule_of
 from shardfn._trace.dim_marks import Marking, Marks, has_rows, marks_of
 from shardfn._trace.iota_indexing import Counting, Counts
 from shardfn._trace.literal_values import (
@@ -185,7 +185,7 @@ class _Values:
             operands = tuple(self.with_elements(read(v), eqn) for v in eqn.invars)
             made_for = (*around, *compat.derivatives(eqn))
             taken_out = self.shared.taken_out(eqn, operands, self.avals)
-            body = compat.inlined_body(eqn) or self.written_out(eqn, operands)
+            body = compat.inlined_body(eqn) or self.written_out(eqn)
             rewritten = self.rewritten(eqn, operands) if body is None else None
             if taken_out is not None:
                 results = self.inline(*taken_out, made_for, eqn)
@@ -209,12 +209,9 @@ class _Values:
             (atom,) = self.inline(zeros_like(self.avals[atom]), (), (), reader)
         return atom
 
-    def written_out(self, eqn: Any, operands: Sequence[Atom]) -> Any | None:
-        """What an operation without a rule stands for, if it is written in others."""
-        if kind_of(eqn)[0] != "op":
-            return None
-        eqn_key, _ = self.builder.eqn_key(eqn, operands)
-        if self.builder.rule(eqn, eqn_key) is not None:
+    def written_out(self, eqn: Any) -> Any | None:
+        """What an operation without rules stands for, if it is written in others."""
+        if kind_of(eqn)[0] != "op" or is_registered(eqn.primitive):
             return None
         return compat.traced_lowering(eqn)
 

@@ -114,7 +114,11 @@ def trace_once(
     typed: jax.sharding.AbstractMesh | None = None
     for is_global in (True, False):
         bound = [] if is_global else zip(axes.names, axes.sizes, strict=True)
-        with contextlib.suppress(Exception), compat.at_top_level():
+        with (
+            contextlib.suppress(Exception),
+            compat.at_top_level(),
+            compat.with_cudnn(mesh),
+        ):
             try:
                 made, out = jax.make_jaxpr(step, axis_env=[*bound], return_shape=True)(
                     *args
@@ -125,7 +129,7 @@ def trace_once(
             whole = on_whole_arrays(compat.without_refs(made), axes)
             return CallTrace(whole, out, is_global)
     if typed is not None:
-        with compat.at_top_level():
+        with compat.at_top_level(), compat.with_cudnn(mesh):
             for made, out in typed_once(step, args, axes, typed):
                 with contextlib.suppress(Exception):
                     whole = on_whole_arrays(compat.without_refs(made), axes)
@@ -186,7 +190,7 @@ def trace(
         )
         closed = tuple(map(close, states)), Rest([*map(close, batch)], meaning)
         try:
-            with compat.at_top_level():
+            with compat.at_top_level(), compat.with_cudnn(mesh):
                 try:
                     made, out = jaxpr_of(run, *closed, split, axes, names_axes, own)
                 except ValueError as error:

@@ -14,6 +14,7 @@ from shardfn._core.rule_registry import rule_of as rule_of
 from shardfn.rules import casting as casting
 from shardfn.rules import contraction as contraction
 from shardfn.rules import elementwise as elementwise
+from shardfn.rules import fused_attention as fused_attention
 from shardfn.rules import indexing as indexing
 from shardfn.rules import linalg as linalg
 from shardfn.rules import owned_rows as owned_rows

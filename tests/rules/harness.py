@@ -18,7 +18,13 @@ from jax.extend.core import JaxprEqn, Literal
 from jax.sharding import PartitionSpec as P
 
 import shardfn.rules  # noqa: F401
-from shardfn._core.compat import CUSTOM, inlined_body, open_jaxpr, varying_axes
+from shardfn._core.compat import (
+    CUSTOM,
+    inlined_body,
+    open_jaxpr,
+    rebind,
+    varying_axes,
+)
 from shardfn._core.op_sharding_rule import OpShardingRule
 from shardfn._core.rule_registry import LocalOp, rule_of, run_local
 
@@ -78,7 +84,7 @@ def _evaluated(
 
 @functools.cache
 def _compiled(eqn: JaxprEqn) -> Callable[..., Any]:
-    return jax.jit(lambda *v: eqn.primitive.bind(*v, **eqn.params))
+    return jax.jit(lambda *v: rebind(eqn, *v))
 
 
 def evaluate(eqn: JaxprEqn, values: Sequence[Value]) -> list[Value]:
@@ -153,6 +159,10 @@ class Split:
             for group in self.rule.linear
         )
 
+    def has_terms(self, dim: int | None) -> bool:
+        """Whether each device has a term of a result that is split along `dim`."""
+        return self.reducer is not None and (dim is None or not self.factor)
+
     def run(self, *inputs: Value) -> list[Value]:
         """Runs every block in shard_map; results that are terms get a leading axis."""
         mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y"))
@@ -173,9 +183,10 @@ class Split:
             results = [self.vary(x) for x in run_local(op, *blocks)]
             for x, shape in zip(results, shapes, strict=True):
                 assert x.shape == shape, f"local shape {x.shape}, expected {shape}"
-            if self.reducer:
-                return [x[None] for x in results]
-            return results
+            return [
+                x[None] if self.has_terms(dim) else x
+                for x, dim in zip(results, result_dims, strict=True)
+            ]
 
         return jax.shard_map(
             body,
@@ -184,7 +195,7 @@ class Split:
                 self.spec(0 if self.is_term(i) else dim)
                 for i, dim in enumerate(operand_dims)
             ),
-            out_specs=[self.spec(0 if self.reducer else d) for d in result_dims],
+            out_specs=[self.spec(0 if self.has_terms(d) else d) for d in result_dims],
         )(*inputs)
 
     def whole(self, results: Sequence[Value]) -> list[np.ndarray]:
@@ -193,12 +204,11 @@ class Split:
         for x, dims, var in zip(
             results, self.rule.results, self.eqn.outvars, strict=True
         ):
-            shape = var.aval.shape
+            shape, dim = var.aval.shape, self.dim(dims)
             x = as_numpy(x)
-            if self.reducer:
-                x = COMBINE[self.reducer](x)
+            if self.has_terms(dim):
+                x = COMBINE[self.reducer or "sum"](x)
             elif self.factor:
-                dim = self.dim(dims)
                 x = np.take(x, range(shape[dim]), axis=dim)
             else:
                 x = x[: math.prod(shape)].reshape(shape + x.shape[1:])

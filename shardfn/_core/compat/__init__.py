@@ -221,6 +221,12 @@ from shardfn._core.compat.primitives import (
     UNREDUCED_COLLECTIVES as UNREDUCED_COLLECTIVES,
 )
 from shardfn._core.compat.primitives import (
+    attention_heads_first as attention_heads_first,
+)
+from shardfn._core.compat.primitives import (
+    attention_is_causal as attention_is_causal,
+)
+from shardfn._core.compat.primitives import (
     beta_types_vary as beta_types_vary,
 )
 from shardfn._core.compat.primitives import (
@@ -303,6 +309,9 @@ from shardfn._core.compat.topologies import (
 )
 from shardfn._core.compat.topologies import (
     lower_on as lower_on,
+)
+from shardfn._core.compat.topologies import (
+    with_cudnn as with_cudnn,
 )
 from shardfn._core.compat.topologies import (
     without_devices as without_devices,

@@ -7,8 +7,9 @@ import functools
 import importlib
 
 import jax
+from jax._src.cudnn import fused_attention_stablehlo as _fused_attention
 from jax.extend import random as _extend_random
-from jax.extend.core import Primitive
+from jax.extend.core import JaxprEqn, Primitive
 from jax.extend.core import primitives as _primitives
 
 scan_p = _primitives.scan_p
@@ -40,6 +41,7 @@ def _primitives_by_name() -> dict[str, Primitive]:
         modules.append(importlib.import_module(f"jax._src.{name}"))
     for name in ("pjit", "lax.control_flow.conditionals", "ad_util"):
         modules.append(importlib.import_module(f"jax._src.{name}"))
+    modules.append(_fused_attention)
     found = (v for m in modules for v in vars(m).values() if isinstance(v, Primitive))
     return {p.name: p for p in found}
 
@@ -52,6 +54,17 @@ def primitives(*names: str) -> tuple[Primitive, ...]:
 
 ADDITIONS = primitives("add", "add_any")
 """An addition that a program makes, and one that taking its gradient makes."""
+
+
+def attention_heads_first(eqn: JaxprEqn) -> bool:
+    """Whether queries of cuDNN's attention have their heads in front of positions."""
+    return eqn.params["layout"] == _fused_attention.AttentionLayout.BNTH.value
+
+
+def attention_is_causal(eqn: JaxprEqn) -> bool:
+    """Whether a position of cuDNN's attention attends to those before it alone."""
+    masks = _fused_attention.MaskType
+    return eqn.params["mask_type"] in (masks.CAUSAL, masks.PADDING_CAUSAL)
 
 
 def beta_types_vary() -> bool:

@@ -6,15 +6,62 @@ on devices that know of none (GPUs of a topology), so that what should come from
 host would come from the device; on a mesh without devices it stays.
 """
 
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import jax
 from jax._src import xla_bridge as _xla_bridge
+from jax._src.cudnn import fused_attention_stablehlo as _fused_attention
 from jax._src.interpreters import pxla as _pxla
 from jax.sharding import Mesh, NamedSharding
 
 PLATFORMS = {"gpu": "cuda"}
 """What devices call their platform, where lowering has another name for it."""
+
+
+CUDNN = 91_100
+"""The cuDNN of GPUs that are not there: 9.11, which has all that JAX 0.10 to 0.12 ask
+for. That of a machine may be older."""
+
+_on_gpus = ContextVar("_on_gpus", default=False)
+
+
+@contextlib.contextmanager
+def with_cudnn(mesh: jax.sharding.AbstractMesh | None) -> Iterator[None]:
+    """Lets code that calls cuDNN be traced for the GPUs of a mesh where there is none:
+    JAX looks for it, and for a GPU, while it traces."""
+    device = None if mesh is None else mesh.abstract_device
+    token = _on_gpus.set(device is not None and device.platform == "gpu")
+    try:
+        yield
+    finally:
+        _on_gpus.reset(token)
+
+
+def _version_or_assumed(own: Callable[[], int]) -> Callable[[], int]:
+    def version() -> int:
+        try:
+            return own()
+        except RuntimeError:  # none on this machine
+            if not _on_gpus.get():
+                raise
+            return CUDNN
+
+    return version
+
+
+def _capable_or_assumed(own: Callable[[str], bool]) -> Callable[[str], bool]:
+    return lambda capability: _on_gpus.get() or own(capability)
+
+
+_fused_attention.check_cudnn_version = _version_or_assumed(
+    _fused_attention.check_cudnn_version
+)
+_fused_attention.check_compute_capability = _capable_or_assumed(
+    _fused_attention.check_compute_capability
+)
 
 
 def lacks_memories(mesh: Mesh) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from shardfn._core.line_names import DEQUANTIZED, QUANTIZED
 from shardfn.analysis._hlo.collective import is_collective, jax_dtype
+from shardfn.analysis._hlo.fused_attention import attention_flops, is_attention
 from shardfn.analysis._hlo.parse import Computation, Instruction, Module, integers
 
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<= ]*)\](\{[^{}]*\})?")
@@ -90,11 +91,15 @@ def _quantizes(instr: Instruction, module: Module) -> bool:
 
 
 def flops_of(instr: Instruction, comp: Computation, module: Module) -> Counter[str]:
-    """FLOPs of the matmuls and convolutions in an instruction, by operand dtype."""
+    """FLOPs of matmuls, convolutions and attention in an instruction, by dtype."""
     if instr.opcode == "dot":
         return _dot(instr, comp, instr.attributes, "contracting_dims=")
     if instr.opcode == "convolution":
         return _convolution(instr, comp)
+    if is_attention(instr):
+        given = [arrays_of(comp.instructions[o].shape)[0] for o in instr.operands]
+        flops = attention_flops(instr, [array.dims for array in given])
+        return Counter({jax_dtype(given[0].dtype): flops})
     if instr.opcode == "custom-call" and '"dot_dimension_numbers"' in instr.attributes:
         return _dot(instr, comp, instr.attributes, 'contracting_dimensions":')
     found: Counter[str] = Counter()
