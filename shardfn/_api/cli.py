@@ -31,7 +31,7 @@ from shardfn._api.tuning.candidates import Tuning
 from shardfn._api.tuning.changed_options import with_options
 from shardfn._api.tuning.tune import tune
 from shardfn._core.errors import ShardingError, called_from
-from shardfn._core.tuning_limits import TUNED_COMPILATIONS
+from shardfn._core.tuning_limits import LEAST_MEMORY, TUNED_COMPILATIONS
 from shardfn.analysis import targets
 from shardfn.analysis.report import Report
 
@@ -119,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run_tune(command: TuneCommand) -> None:
     """Prints the candidates and the options chosen, and writes these."""
     prepare(command.target)
-    memory = None if command.memory is None else bytes_of(command.memory)
+    memory = None if command.memory is None else bound_of(command.memory)
     if command.compilations < 1:
         raise CommandError(f"--compilations {command.compilations}: pass one or more.")
     for path in (command.out, command.html):
@@ -175,6 +175,17 @@ def bytes_of(text: str) -> int:
             f"--memory {text!r} is no size.\nWrite 70GiB, 80GB or a number of bytes."
         )
     return int(float(match[1]) * UNITS[match[2].lower()])
+
+
+def bound_of(text: str) -> int:
+    """The same of what a step may take on each device."""
+    size = bytes_of(text)
+    if size < LEAST_MEMORY:
+        raise CommandError(
+            f"--memory {text!r} is {size} bytes, in which no step runs "
+            "(limits.LEAST_MEMORY).\nWrite a unit: 70GiB or 80GB."
+        )
+    return size
 
 
 UNITS = {"": 1, "b": 1} | {

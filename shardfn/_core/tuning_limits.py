@@ -8,6 +8,10 @@ TUNED_COMPILATIONS = 8
 """Programs that tuning compiles at most by default: seconds each for GPUs, a minute or
 more for TPUs."""
 
+LEAST_MEMORY = 2**20
+"""Bytes of memory below which a bound is a number without its unit: the code of a step
+alone takes more."""
+
 TUNED_SHARE = 0.005
 """The part of a step that options have to save to be chosen: less is within what the
 prediction leaves out."""

@@ -46,6 +46,7 @@ def share_gathers(
 NEAR = "kept: {} gathered in between are no more than its own {}"
 FAR = "{} were gathered since its last use, more than its own {}"
 FEW = f"{KEPT_SHARE} of what is gathered in between (limits.KEPT_SHARE)"
+FEW_KEPT = f"{{}} that are kept are at most {FEW}, {{}}"
 
 _Verdict = tuple[bool, Note | None]
 """Whether a move is left out, and why it is or is not."""
@@ -165,7 +166,7 @@ class _Sharing:
             text = f"{FAR}; to keep {{}} would be more than {FEW}"
             return repeated(text, between, own, total)
         self.kept_bytes = total
-        return shared(f"{{}} that are kept are at most {FEW}, {{}}", total, between)
+        return shared(FEW_KEPT, total, between)
 
     def note(self, index: int, why: Note | None) -> None:
         """Says of a move that another one is left out for it."""

@@ -330,6 +330,7 @@ def test_the_command_line_passes_every_option_on(option: str, monkeypatch) -> No
     [
         (["--memory", "much"], "--memory 'much' is no size."),
         (["--memory=-1GiB"], "--memory '-1GiB' is no size."),
+        (["--memory", "70"], "--memory '70' is 70 bytes, in which no step runs"),
         (["--memory", "7 parsecs"], "Write 70GiB, 80GB or a number of bytes."),
         (["--compilations", "0"], "--compilations 0: pass one or more."),
         (["--target", "h101:8"], "no compile-only target is called 'h101:8'"),
@@ -401,12 +402,12 @@ def test_tuning_prints_a_table_and_writes_options(file, capsys, tmp_path) -> Non
         "plan", f"{file}:planned", "--tune"
     )
     with pytest.raises(SystemExit) as caught:
-        main(["tune", f"{file}:plain", *flags[:4], "--memory", "1KiB"])
+        main(["tune", f"{file}:plain", *flags[:4], "--memory", "1MiB"])
     assert caught.value.code == 1
     out = capsys.readouterr().out
-    assert "nothing of what was tried fits 1.0 KiB; this takes the least of it" in out
+    assert "nothing of what was tried fits 1.0 MiB; this takes the least of it" in out
     assert "Microbatches, jax.checkpoint, more devices or offload help" in out
-    lost = ["tune", f"{file}:plain", *flags[:4], "--memory", "1KiB", "--out", "no.json"]
+    lost = ["tune", f"{file}:plain", *flags[:4], "--memory", "1MiB", "--out", "no.json"]
     with pytest.raises(SystemExit):
         main(lost)
     assert "no.json is not written, as nothing fits" in capsys.readouterr().out

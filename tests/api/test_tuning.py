@@ -447,6 +447,47 @@ def test_memory_is_given_in_words_too() -> None:
         shardfn.tune(microbatched, H100, *SHAPES, memory="4 gigs")
 
 
+@pytest.mark.parametrize("memory", [70, "512KiB"])
+def test_a_bound_without_its_unit_is_refused(memory) -> None:
+    with pytest.raises(ValueError, match=r"bytes, in which no step runs.*'70GiB'"):
+        shardfn.tune(microbatched, H100, *SHAPES, memory=memory)
+
+
+def sharing(state, batch):
+    """Six weights, small enough to leave a loop over microbatches."""
+
+    def loss(state, rows):
+        for w in state:
+            rows = jax.nn.relu(rows @ w)
+        return jnp.mean(rows**2)
+
+    def add(grads, rows):
+        return jax.tree.map(jnp.add, grads, jax.grad(loss)(state, rows)), None
+
+    zeros = jax.tree.map(jnp.zeros_like, state)
+    grads, _ = jax.lax.scan(add, zeros, batch.reshape(MICRO, -1, 512))
+    return jax.tree.map(lambda w, g: w - 0.1 * g, state, grads), jnp.float32(0)
+
+
+@pytest.mark.aot(H100)
+def test_what_does_not_fit_is_tried_with_what_frees_memory_first(tmp_path) -> None:
+    args = [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 6
+    args = args, jax.ShapeDtypeStruct((512, 512), jnp.float32)
+    found = shardfn.tune(sharing, H100, *args, memory="8MiB")
+    first, *others = found.candidates
+    assert first.peak > found.memory >= found.chosen.peak
+    assert found.options["reshard_after_forward"] is True
+    assert others[0].title == "weights gathered again"
+    assert all("weights gathered again" in c.title for c in others if c.fits(2**23))
+    batch = jax.ShapeDtypeStruct((16384, 512), jnp.float32)  # 4 MiB on each device
+    none = shardfn.tune(sharing, H100, args[0], batch, memory="2MiB")
+    assert [c.title for c in none.candidates] == ["as it is"]
+    assert "More devices or offload help: state and batch alone take 4" in str(none)
+    with pytest.raises(ValueError, match="is not written: nothing of what was tried"):
+        none.save(tmp_path / "none.json")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.aot(H100)
 def test_tuning_compiles_what_may_help_and_chooses(tmp_path) -> None:
     stages: list[str] = []

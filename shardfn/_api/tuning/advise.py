@@ -18,6 +18,8 @@ from shardfn._core.phases import BACKWARD, FORWARD
 from shardfn._lowering.choose_dimensions import StoredByUse
 from shardfn._lowering.option_table import NETWORK_FLAG, NOT_DELAYED, ONE_LATENCY
 from shardfn._lowering.xla_options import set_elsewhere, tried
+from shardfn._schedule.loop_invariants import ALL_FIT, FITS, SMALL
+from shardfn._schedule.share_gathers import FEW_KEPT, NEAR
 from shardfn.analysis._figures import Figures
 from shardfn.analysis._gpus import GPUS
 from shardfn.analysis._text import seconds_text
@@ -25,6 +27,9 @@ from shardfn.analysis.advice import Advice
 from shardfn.analysis.collective import Collective
 
 Devices = Sequence[object]
+
+SHARED = frozenset({SMALL, FITS, ALL_FIT, FEW_KEPT, NEAR})
+"""Notes of gathers that are whole for longer than one use of them takes."""
 
 
 def advise(
@@ -129,6 +134,26 @@ def _keep_gathered(figures: Figures, devices: Devices, memory: int) -> Iterator[
     yield Advice(title, asked, min(waits, share * _transfers(figures)), size, why)
 
 
+def _reshard_after_forward(
+    figures: Figures, devices: Devices, memory: int
+) -> Iterator[Advice]:
+    """Weights that iterations or both passes share, gathered for each where the step
+    does not fit."""
+    del devices
+    control = figures.plan.control
+    shared = [
+        c
+        for c in _gathers(figures)
+        if control.of(c.path).reshard_after_forward == "auto"
+        and any(note.text in SHARED for why in c.why for note in why.step.notes)
+    ]
+    if shared and figures.memory.peak > memory:
+        leaves = len({c.path for c in shared})
+        why = f"{leaves} leaves are whole for several iterations, or for both passes"
+        asked = (("reshard_after_forward", True),)
+        yield Advice("weights gathered again", asked, 0.0, -_whole(shared), why)
+
+
 def _defer(figures: Figures, devices: Devices, memory: int) -> Iterator[Advice]:
     """Gradients of microbatches that are summed over devices once."""
     del devices, memory
@@ -221,6 +246,7 @@ RULES: tuple[Callable[[Figures, Devices, int], Iterator[Advice]], ...] = (
     replica_rows,
     _prefetch,
     _keep_gathered,
+    _reshard_after_forward,
     _defer,
     _buckets,
     _latencies,

@@ -91,7 +91,13 @@ class Tuning:
 
         Args:
           path: of the file; one that is there is replaced.
+
+        Raises:
+          ValueError: none of the candidates fits; nothing is written.
         """
+        if not self.chosen.fits(self.memory):
+            why = _praise(self.chosen, self)
+            raise ValueError(f"'{os.fspath(path)}' is not written: {why}")
         write(Path(path), self.tuned)
 
     def html(self) -> str:
@@ -160,13 +166,17 @@ def _is_sound(c: Candidate, first: Candidate) -> bool:
 
 
 def _praise(c: Candidate, found: Tuning) -> str:
+    first = found.candidates[0]
     if not c.fits(found.memory):
+        arguments = first.report.memory.arguments if first.report else 0
+        alone = f"state and batch alone take {size_text(arguments)} of each device"
+        help = "Microbatches, jax.checkpoint, more devices or offload help"
+        if arguments > found.memory:
+            help = f"More devices or offload help: {alone}"
         return (
             f"nothing of what was tried fits {size_text(found.memory)}; this takes the "
-            "least of it. Microbatches, jax.checkpoint, more devices or offload help; "
-            "see Choosing options."
+            f"least of it. {help}; see Choosing options."
         )
-    first = found.candidates[0]
     if c == first:
         return "nothing that was tried is faster by enough"
     if not first.fits(found.memory):

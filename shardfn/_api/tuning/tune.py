@@ -31,8 +31,13 @@ from shardfn._core.argument_values import (
 )
 from shardfn._core.errors import ShardingError, names_call
 from shardfn._core.option_values import size_in
-from shardfn._core.tuning_limits import TUNED_COMPILATIONS, TUNED_SHARE
+from shardfn._core.tuning_limits import (
+    LEAST_MEMORY,
+    TUNED_COMPILATIONS,
+    TUNED_SHARE,
+)
 from shardfn.analysis import targets
+from shardfn.analysis.advice import Advice
 from shardfn.analysis.report import Report
 
 Changes = tuple[tuple[str, Any], ...]
@@ -89,8 +94,8 @@ def tune(
 
     Raises:
       ShardingError: the step cannot be sharded as it is.
-      ValueError: no such target, `memory` is no size, or `compilations` is less than
-        one.
+      ValueError: no such target, `memory` is no size or less than a MiB, or
+        `compilations` is less than one.
       ImportError: the target's compiler is not installed.
 
     Example:
@@ -119,14 +124,13 @@ def tune(
     others = advise(report, targets.devices(target), bound, of_storage(report))
     rows = (*asked_rows(report, bound, also), *others)
     least = TUNED_SHARE * report.step_seconds
-    lacks = report.memory.peak > bound
-    worth = [r for r in rows if (r.saves >= least or lacks) and not r.mesh]
-    for row in worth:
-        if search.left > 1:  # one is for the best of them together
-            search.tries(row.title, row.options)
-    search.combine(bound)
-    for row in worth:
-        search.tries(row.title, row.options)
+    able = [row for row in rows if not row.mesh]
+    if report.memory.peak > bound:
+        if report.memory.arguments <= bound or "offload" in also:
+            search.tries_all([row for row in able if row.takes < 0], bound)
+        fits = choose(tuple(search.found), bound).fits(bound)
+        able = able if fits else []
+    search.tries_all([row for row in able if row.saves >= least], bound)
     tried = [c.options for c in search.found]
     options = choose(tuple(search.found), bound).options
     tuned = _tuned(report, options)
@@ -145,6 +149,11 @@ def _bytes_of(memory: int | str) -> int:
     if size is None:
         raise ValueError(
             f"memory={memory!r} is no size: pass bytes, or a text such as '70GiB'."
+        )
+    if size < LEAST_MEMORY:
+        raise ValueError(
+            f"memory={memory!r} is {size} bytes, in which no step runs "
+            f"(limits.LEAST_MEMORY): pass a text with a unit, such as '70GiB'."
         )
     return size
 
@@ -217,17 +226,44 @@ class _Search:
             took = time.perf_counter() - start
             self.found.append(Candidate(title, options, error=first, compiling=took))
 
-    def combine(self, memory: int) -> None:
-        """Adds to the best option the next best of those that help by themselves."""
-        first = self.found[0]
-        helpful = [c for c in self.found[1:] if choose((first, c), memory) == c]
+    def tries_all(self, rows: Sequence[Advice], memory: int) -> None:
+        """Tries each on top of the best so far, as long as one program is left for the
+        best of them together; then that."""
+        base, start = choose(tuple(self.found), memory), len(self.found)
+        for row in rows:
+            if self.left > 1:
+                self.adds(base, row)
+        self.combine(base, start, memory)
+        for row in rows:
+            self.adds(base, row)
+
+    def adds(self, base: Candidate, row: Advice) -> None:
+        """Tries an option with those of a candidate."""
+        together = joined(base.options, row.options)
+        if together is not None:
+            self.tries(_titled(base, row.title), together)
+
+    def combine(self, first: Candidate, start: int, memory: int) -> None:
+        """Adds to the best option the next best of those that help by themselves.
+
+        Args:
+          first: what they were added to.
+          start: where in `found` they begin.
+          memory: bytes that the step may take.
+        """
+        helpful = [c for c in self.found[start:] if choose((first, c), memory) == c]
         fits = first.fits(memory)
         helpful.sort(key=lambda c: c.seconds if fits else c.peak)
         for other in helpful[1:]:
             best = choose(tuple(self.found), memory)
             together = joined(best.options, other.options)
             if together is not None:
-                self.tries(f"{best.title} + {other.title}", together)
+                self.tries(_titled(best, other.title), together)
+
+
+def _titled(first: Candidate, title: str) -> str:
+    """What to call a candidate with the options of another one and more."""
+    return f"{first.title} + {title}" if first.options else title
 
 
 def joined(some: Changes, others: Changes) -> Changes | None:
