@@ -47,3 +47,44 @@ def test_keys_that_devices_split(change: str, impl: str) -> None:
     for i in (0, 3):
         args = w, x, keys, jnp.asarray(i)
         np.testing.assert_array_equal(sharded(*args)[1], jax.jit(step)(*args)[1])
+
+
+KEY = jax.random.key(3)
+
+NOISES: dict[str, Callable[[Array], Array]] = {
+    "cond": lambda z: lax.cond(z.sum() > 0, jax.random.normal, _no_noise, KEY),
+    "remat": lambda z: jax.checkpoint(lambda z: z[0] * jax.random.normal(KEY))(z),
+    "scan": lambda z: lax.scan(_drawn, KEY, None, length=3)[1].sum(),
+    "while": lambda z: lax.while_loop(_is_low, _drawn_on, (KEY, z[0, 0]))[1],
+    "poisson": lambda z: jax.random.poisson(KEY, 3.0).astype(z.dtype),
+}
+
+
+def _no_noise(key: Array) -> Array:
+    return jnp.zeros(())
+
+
+def _drawn(key: Array, _: None) -> tuple[Array, Array]:
+    return jax.random.split(key)[0], jax.random.normal(key)
+
+
+def _is_low(carry: tuple[Array, Array]) -> Array:
+    return carry[1] < 9
+
+
+def _drawn_on(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+    return jax.random.split(carry[0])[0], carry[1] + jax.random.uniform(carry[0])
+
+
+@pytest.mark.parametrize("noise", NOISES)
+def test_a_key_that_a_step_has_from_outside(noise: str) -> None:
+    def step(w, x):
+        grad = jax.grad(lambda w: jnp.square(x @ w).mean())(w)
+        return w - 0.1 * grad, NOISES[noise](x @ w)
+
+    w, x = jnp.eye(8), jax.random.normal(jax.random.key(5), (ROWS, 8))
+    mesh = jax.make_mesh((8,), ("data",))
+    new, drawn = shardfn.fully_shard(step, mesh, min_size=0)(w, x)
+    plain = jax.jit(step)(w, x)
+    np.testing.assert_allclose(new, plain[0], rtol=1e-6)
+    np.testing.assert_allclose(drawn, plain[1], rtol=1e-6)

@@ -106,7 +106,7 @@ def with_weak_type(x: jax.Array, weak: bool) -> jax.Array:
     """`x` with its weak type set to `weak`."""
     from jax._src.lax import lax as lax_internal
 
-    if x.weak_type == weak:  # pyright: ignore
+    if getattr(x, "weak_type", False) == weak:  # keys have none
         return x
     out: Any = lax_internal._convert_element_type(x, x.dtype, weak_type=weak)
     return out
