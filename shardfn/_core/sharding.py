@@ -90,6 +90,7 @@ class Axes:
     `hides_network` says that what a loop sends between hosts can take as long as what
     it computes, if it computes `limits.SUMS_FLOPS` for each byte.
     `kinds` are what the axes are for: the default ones, if none are given.
+    `platform` is what lowering calls that of the devices; "" if not known.
     """
 
     names: tuple[str, ...]
@@ -107,6 +108,7 @@ class Axes:
     indexes_memory: bool = field(default=False, repr=False)
     sums_in_pieces: bool = field(default=False, repr=False)
     kinds: tuple[AxisKind, ...] = field(default=(), repr=False)
+    platform: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
         if not self.kinds:

@@ -71,10 +71,11 @@ def plan_jaxpr(
     """
     if facts is not None:
         devices = math.prod(axes.sizes[axes.names.index(a)] for a in axes.batch)
-        program = make_program(jaxpr, facts.arguments, facts.program, devices)
+        given = facts.arguments, facts.program, devices, axes.platform
+        program = make_program(jaxpr, *given)
         program = facts.arrange(program)
     else:
-        program = make_program(jaxpr)
+        program = make_program(jaxpr, platform=axes.platform)
     free = [None] * (len(program.outputs) - len(required))
     fixed = [*required, *free]
     planner = Planner(program, inputs, fixed, axes, small, control, facts)

@@ -40,6 +40,7 @@ def make_program(
     arguments: Sequence[Argument] = (),
     known: Program | None = None,
     devices: int = 1,
+    platform: str = "",
 ) -> Program:
     """Numbers the values of a closed jaxpr; see the module's first lines.
 
@@ -49,6 +50,7 @@ def make_program(
       known: the program that it becomes for arguments of which nothing is known, if
         that was made before.
       devices: how many may split the rows of the batch.
+      platform: that of the devices, which runs one of some branches; "" for all.
 
     Returns:
       The program, its nodes marked with their passes.
@@ -56,7 +58,7 @@ def make_program(
     given = tuple(argument.marks for argument in arguments)
     if known is None or _matters(given, closed_jaxpr):
         live_jaxpr = compat.without_dead_code(closed_jaxpr)
-        known = _Builder(devices).build(live_jaxpr, None, given)
+        known = _Builder(devices, platform).build(live_jaxpr, None, given)
     return mark_passes(known, arguments)
 
 
@@ -70,6 +72,7 @@ class _Builder:
     """What is shared while one jaxpr and the jaxprs in it become programs."""
 
     devices: int = 1
+    platform: str = ""
     cache: dict[Hashable, Program] = field(default_factory=dict)
     marking: Marking = field(default_factory=Marking)
     keep_alive: list[Any] = field(default_factory=list)
@@ -218,11 +221,11 @@ class _Values:
     def rewritten(
         self, eqn: Any, operands: Sequence[Atom]
     ) -> tuple[Any, tuple[Atom, ...]] | None:
-        """A jaxpr that does what `eqn` does in a form that can be split, and its
-        operands."""
+        """A jaxpr in place of `eqn`, in a form that can be split, and its operands."""
         zeros = [self.zeros.kind(atom) == ZERO for atom in operands]
         return (
-            self.zeros.selected(eqn, operands)
+            compat.platform_branch(eqn, operands, self.builder.platform)
+            or self.zeros.selected(eqn, operands)
             or self.counts.batched(eqn, operands)
             or self.pieces.shifted(eqn, operands, zeros)
             or self.on_all_rows(eqn, operands, zeros)

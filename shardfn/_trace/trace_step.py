@@ -83,6 +83,7 @@ class CallTrace:
       jaxpr: the closed jaxpr.
       out: what the step returns, a pytree of `ShapeDtypeStruct`.
       made: the jaxpr as a program, if it was made.
+      platform: that of the mesh.
       is_final: whether it is what will be planned: of a step on global arrays, whose
         types name no shardings.
     """
@@ -91,13 +92,14 @@ class CallTrace:
     out: Any
     is_final: bool = True
     made: Program | None = None
+    platform: str = ""
 
     def program(self) -> Program:
         """The jaxpr as a program."""
         if self.made is None:
             # Primitives are traced anew to expand them.
             with compat.at_top_level(), compat.broadcasts_ranks():
-                self.made = make_program(self.jaxpr)
+                self.made = make_program(self.jaxpr, platform=self.platform)
         return self.made
 
 
@@ -127,13 +129,13 @@ def trace_once(
                 typed = typed or compat.mesh_lacking(error, is_set, mesh)
                 raise
             whole = on_whole_arrays(compat.without_refs(made), axes)
-            return CallTrace(whole, out, is_global)
+            return CallTrace(whole, out, is_global, platform=axes.platform)
     if typed is not None:
         with compat.at_top_level(), compat.with_cudnn(mesh):
             for made, out in typed_once(step, args, axes, typed):
                 with contextlib.suppress(Exception):
                     whole = on_whole_arrays(compat.without_refs(made), axes)
-                    return CallTrace(whole, out, is_final=False)
+                    return CallTrace(whole, out, False, platform=axes.platform)
     return None
 
 
@@ -198,7 +200,8 @@ def trace(
                     if typed is None:
                         raise
                     made, out = typed_jaxpr(run, *closed, split, axes, typed)
-                known = CallTrace(on_whole_arrays(compat.without_refs(made), axes), out)
+                whole = on_whole_arrays(compat.without_refs(made), axes)
+                known = CallTrace(whole, out, platform=axes.platform)
                 out_tree = structures[-1]
         except jax.errors.UnexpectedTracerError as error:
             raise leaked_tracer() from error

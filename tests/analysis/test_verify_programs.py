@@ -63,6 +63,17 @@ def test_reductions_are_planned_as_they_are_emitted(dtype: str) -> None:
     assert {c.line.op for c in result.lines} >= {"all_reduce", "all_gather"}
 
 
+def test_branches_of_other_platforms_are_not_planned() -> None:
+    """The diagonal has one for kernels of TPUs."""
+
+    def step(w, x):
+        z = x @ w
+        return 0.9 * w, jnp.diagonal(z @ z.T).mean()
+
+    found = checked(step, jnp.ones((16, 16)), jnp.ones((64, 16)))
+    assert {line.status for line in found.lines} == {"present"}
+
+
 def test_a_product_over_devices_is_an_all_gather_of_its_terms() -> None:
     result = checked(
         lambda w, x: (w, jnp.prod(x, axis=0)), jnp.ones(8), jnp.ones((16, 3))

@@ -62,6 +62,22 @@ def test_calls_are_inlined(function, expected) -> None:
 
 
 @pytest.mark.parametrize(
+    "platform, expected", [("cpu", "sin"), ("tpu", "cos"), ("cuda", "tan"), ("", None)]
+)
+def test_only_the_branch_of_the_platform_is_there(platform, expected) -> None:
+    def on_platforms(x):
+        return lax.platform_dependent(x, cpu=jnp.sin, tpu=jnp.cos, default=jnp.tan)
+
+    def fn(x):
+        return lax.scan(lambda c, _: (on_platforms(c), None), x, None, length=3)[0]
+
+    program = make_program(jax.make_jaxpr(fn)(X), platform=platform)
+    body = only(program, "scan").bodies[0]
+    all_of_them = ["platform_index", "cond"]
+    assert names(body) == ([expected] if expected else all_of_them)
+
+
+@pytest.mark.parametrize(
     "function, expected",
     [(clipped, ["min"]), (scaled, ["sin"]), (jax.jit(jax.nn.relu), ["max"])],
 )

@@ -65,6 +65,9 @@ from shardfn._core.compat.called_bodies import (
     inlined_body as inlined_body,
 )
 from shardfn._core.compat.called_bodies import (
+    platform_branch as platform_branch,
+)
+from shardfn._core.compat.called_bodies import (
     traced_lowering as traced_lowering,
 )
 from shardfn._core.compat.equations import (
@@ -189,6 +192,9 @@ from shardfn._core.compat.platforms import (
 )
 from shardfn._core.compat.platforms import (
     loses_clamps as loses_clamps,
+)
+from shardfn._core.compat.platforms import (
+    lowered_for as lowered_for,
 )
 from shardfn._core.compat.platforms import (
     merges_gathers as merges_gathers,

@@ -20,7 +20,7 @@ from jax.extend.core import JaxprEqn
 
 from shardfn._core.compat.arrays import abstract
 from shardfn._core.compat.jaxprs import close_jaxpr, scan_counts
-from shardfn._core.compat.primitives import scan_p
+from shardfn._core.compat.primitives import cond_p, scan_p
 from shardfn._core.compat.source_lines import as_user_code
 
 _INLINED = ("jit", "closed_call", "core_call", "eval_jaxpr")
@@ -70,6 +70,23 @@ def inlined_body(eqn: JaxprEqn) -> Any | None:
         run = _sparse(name)
         return _traced(eqn, lambda *xs: run(*xs, **eqn.params)) if run else None
     return None
+
+
+def platform_branch(
+    eqn: JaxprEqn, operands: Sequence[Any], platform: str
+) -> tuple[Any, tuple[Any, ...]] | None:
+    """The branch that `eqn` runs on a platform, and its operands, if it is that alone
+    which decides, as of `jax.lax.platform_dependent`; None if not, or if the platform
+    is not known."""
+    of_platforms = eqn.params.get("branches_platforms")
+    if eqn.primitive is not cond_p or not of_platforms or not platform:
+        return None
+    named = [i for i, names in enumerate(of_platforms) if platform in (names or ())]
+    others = [i for i, names in enumerate(of_platforms) if names is None]
+    found = [*named, *others]
+    if not found:
+        return None
+    return close_jaxpr(eqn.params["branches"][found[0]]), tuple(operands[1:])
 
 
 def called_body(eqn: JaxprEqn) -> Any | None:

@@ -17,6 +17,11 @@ def platform_of(compiled: jax.stages.Compiled) -> str:
     return next((d.platform for end in ends for d in end.device_set), "")
 
 
+def lowered_for(platform: str) -> str:
+    """What lowering calls a platform."""
+    return {"gpu": "cuda"}.get(platform, platform)
+
+
 def merges_gathers(platform: str) -> bool:
     """Whether the compiler for a platform merges equal operations that an optimization
     barrier keeps apart: XLA for CPUs did, in straight-line code."""

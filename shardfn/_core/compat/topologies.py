@@ -17,9 +17,7 @@ from jax._src.cudnn import fused_attention_stablehlo as _fused_attention
 from jax._src.interpreters import pxla as _pxla
 from jax.sharding import Mesh, NamedSharding
 
-PLATFORMS = {"gpu": "cuda"}
-"""What devices call their platform, where lowering has another name for it."""
-
+from shardfn._core.compat.platforms import lowered_for
 
 CUDNN = 91_100
 """The cuDNN of GPUs that are not there: 9.11, which has all that JAX 0.10 to 0.12 ask
@@ -99,7 +97,7 @@ def lower_on(traced: Any, mesh: Mesh) -> jax.stages.Lowered:
     """Lowers what is traced on no devices, to be compiled for those of a mesh."""
     devices = tuple(mesh.devices.flat)
     platform = devices[0].platform
-    lowered = traced.lower(lowering_platforms=(PLATFORMS.get(platform, platform),))
+    lowered = traced.lower(lowering_platforms=(lowered_for(platform),))
     computation = lowered._lowering
     computation.compile_args["backend"] = devices[0].client
     computation._device_list = _pxla._create_device_list(devices)
