@@ -154,8 +154,9 @@ def _match(
         by.setdefault(need.line.name if named else need.key, []).append(need)
     for supply in supplies:
         keys = sorted(supply.names) if named else supply.keys
-        wanting = (n for key in keys if supply.runs for n in by.get(key, ()))
-        for need in wanting:
+        able = [need for key in keys for need in by.get(key, ())]
+        # Those of which nothing is found yet come first: a compiler may join several.
+        for need in sorted(able, key=lambda n: n.is_uncounted and bool(n.found)):
             more = need.runs or (named and need.is_uncounted)
             if supply.runs and more and test(need, supply.collective):
                 _credit(need, supply, status_of(need, supply.collective))

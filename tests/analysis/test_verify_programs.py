@@ -74,6 +74,25 @@ def test_branches_of_other_platforms_are_not_planned() -> None:
     assert {line.status for line in found.lines} == {"present"}
 
 
+@pytest.mark.parametrize("sums", [2, 3])
+def test_sums_that_a_compiler_joins_in_a_loop_of_unknown_length(sums: int) -> None:
+    def step(w, x):
+        def body(carry):
+            z, *_ = carry
+            new = jnp.tanh(z @ w + x)
+            each = (jnp.linalg.norm(new - i * z) for i in range(sums))
+            return new, *each
+
+        def goes_on(carry):
+            return carry[1] > 1e-2 * carry[2]
+
+        start = jnp.zeros_like(x), *[jnp.float32(1)] * sums
+        return 0.9 * w, jax.lax.while_loop(goes_on, body, start)[1:]
+
+    found = checked(step, 0.5 * jnp.eye(32), jnp.ones((16, 32)))
+    assert {line.status for line in found.lines} == {"present"}
+
+
 def test_a_product_over_devices_is_an_all_gather_of_its_terms() -> None:
     result = checked(
         lambda w, x: (w, jnp.prod(x, axis=0)), jnp.ones(8), jnp.ones((16, 3))
