@@ -104,7 +104,7 @@ class ArgumentFlow:
         for i in leaves:
             bit, new = 1 << (start + i), self.updates[at[i]]
             own = new.of & bit, new.same & bit, new.written & bit
-            found.append(Update(*own, new.gradient))
+            found.append(Update(*own, new.gradient, new.moved & bit))
         return found
 
     def _with_dims(self, position: Position, path: Path) -> list[Update]:
@@ -115,11 +115,11 @@ class ArgumentFlow:
         is says nothing, nor does a scalar of a tree; one that counts on does."""
         if is_array(self.arguments[position]):
             updated = self._with_dims(position, path)
-            return any(u.of for u in updated if not u.same or u.written)
+            return any(u.updated for u in updated if not u.same or u.written)
         count = len(jax.tree.leaves(self.arguments[position]))
         dims = set(dimmed(self.arguments[position]))
         each = enumerate(self._updated(position, path, range(count)))
-        return any(u.of for i, u in each if i in dims or not u.same)
+        return any(u.updated for i, u in each if i in dims or not u.same)
 
     def is_unchanged(self, position: Position, path: Path) -> bool:
         """Whether an argument is handed on as it is, as far as it has dimensions."""
@@ -129,14 +129,14 @@ class ArgumentFlow:
     def descends(self, position: Position, path: Path) -> bool:
         """Whether a gradient goes into an argument's new value."""
         updated = self._with_dims(position, path)
-        return any(update.of and update.gradient for update in updated)
+        return any(update.updated and update.gradient for update in updated)
 
     def is_gradient(self, position: Position, path: Path) -> bool:
         """Whether what comes back at `path` is the gradient of something that is like
         the argument, and no new value of it, nor of its leaves in another order."""
         count = len(jax.tree.leaves(self.arguments[position]))
         updated = self._updated(position, path, range(count))
-        if not any(u.gradient for u in updated) or any(u.of for u in updated):
+        if not any(u.gradient for u in updated) or any(u.updated for u in updated):
             return False
         return not self._is_permuted(position, path)
 
@@ -153,7 +153,7 @@ class ArgumentFlow:
 
     def is_new(self, position: Position, path: Path) -> bool:
         """Whether no leaf is updated at `path`, there or in another one's place."""
-        updated = any(update.of for update in self._with_dims(position, path))
+        updated = any(u.updated for u in self._with_dims(position, path))
         return not (updated or self._is_permuted(position, path))
 
     def is_cache(self, position: Position, path: Path) -> bool:

@@ -25,6 +25,9 @@ Dimension = tuple[int, int, int]
 """A dimension: number of the body it is in, value, dimension."""
 
 _WRITES = ("dynamic_update_slice", "scatter")
+_CHANGES = ("scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
+_INTO_FIRST = (*_WRITES, *_CHANGES)
+"""Operations that leave the elements of their first operand where they are."""
 _MOVES = (*_WRITES, "select_n", "copy", "copy_p")
 _OVER_DEVICES = ("psum", "psum_invariant", "pmax", "pmin")
 
@@ -160,12 +163,21 @@ class Update:
       written: those of `same` that something was written into.
       gradient: whether a backward pass made it, or something that it was computed from
         in that way; with `of` it is a step down a gradient, say.
+      moved: arguments of which it has elements, or what became of them, also in other
+        places: transposed, cut or joined.
     """
 
     of: int = 0
     same: int = 0
     written: int = 0
     gradient: bool = False
+    moved: int = 0
+
+    @property
+    def updated(self) -> int:
+        """Arguments of which this may be the new value: computed from them in place, or
+        a step down a gradient from what they were, wherever that is done."""
+        return self.of | (self.moved if self.gradient else 0)
 
     def __or__(self, other: "Update") -> "Update":
         return Update(
@@ -173,6 +185,7 @@ class Update:
             self.same | other.same,
             self.written | other.written,
             self.gradient or other.gradient,
+            self.moved | other.moved,
         )
 
 
@@ -185,7 +198,8 @@ def updates(program: Program) -> list[Update]:
 
     What a backward pass makes is a gradient, also where it adds a penalty's `2 w`.
     """
-    given = [Update(1 << i, 1 << i) for i in range(len(program.inputs))]
+    bits = (1 << i for i in range(len(program.inputs)))
+    given = [Update(bit, bit, moved=bit) for bit in bits]
     return _updates(program, given)
 
 
@@ -219,13 +233,15 @@ def _through_op(node: Node, ins: Sequence[Update], result: int) -> Update:
     if rule is None or jnp.issubdtype(getattr(made, "dtype", bool), jnp.bool_):
         return NOTHING
     found = NOTHING
-    if any(u.gradient and _holds(node, i, result) for i, u in enumerate(ins)):
-        found = GRADIENT
-    if rule.shifts or (rule.whole and name not in _WRITES):  # elements change places
+    for i, update in enumerate(ins):
+        if _holds(node, i, result):
+            found |= Update(gradient=update.gradient, moved=update.moved)
+    into_first = name in _INTO_FIRST
+    if rule.shifts or (rule.whole and not into_first):  # elements change places
         return found
     moves = name in _MOVES
     for i, update in enumerate(ins):
-        if rule.operands[i] != rule.results[result] or name in _WRITES and i:
+        if rule.operands[i] != rule.results[result] or into_first and i:
             continue
         same = update.same if moves else 0
         written = update.written & same

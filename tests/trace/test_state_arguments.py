@@ -7,6 +7,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -282,6 +283,71 @@ def pick(fn, *order):
 )  # fmt: skip
 def test_what_comes_back_is_state(fn, args, expected) -> None:
     assert shown(meaning(fn, *args)) == expected
+
+
+def flat(w, g):
+    vector, unravel = jax.flatten_util.ravel_pytree({"a": w[:4], "b": w[4:]})
+    rest = jax.flatten_util.ravel_pytree({"a": g[:4], "b": g[4:]})[0]
+    return jnp.concatenate(list(unravel(vector - 0.1 * rest).values()))
+
+
+def by_heads(x):
+    return x.reshape(16, 2, 4).swapaxes(0, 1)
+
+
+IN_OTHER_PLACES = {
+    "cut and joined": lambda w, g: jnp.concatenate([w[:4], w[4:] - 0.1 * g[4:]]),
+    "added to a part": lambda w, g: w.at[4:].add(-0.1 * g[4:]),
+    "transposed": lambda w, g: (w.T - 0.1 * g.T).T,
+    "mapped over columns": lambda w, g: jax.vmap(lambda a, b: a - b, 1, 1)(w, g),
+    "ravelled": flat,
+    "stacked": lambda w, g: jnp.stack([a - b for a, b in zip(w, g, strict=True)]),
+    "by heads": lambda w, g: (by_heads(w) - by_heads(g)).swapaxes(0, 1).reshape(16, 8),
+    "padded": lambda w, g: (jnp.pad(w, ((0, 3), (0, 0))) - jnp.pad(g, 3)[3:, 3:-3])[
+        :16
+    ],
+    "in blocks": lambda w, g: lax.map(lambda x: x[0] - x[1], (w, g), batch_size=4),
+    "in reverse": lambda w, g: (w[::-1] - 0.1 * g[::-1])[::-1],
+}
+
+
+@pytest.mark.parametrize("idiom", IN_OTHER_PLACES)
+def test_what_is_updated_in_other_places_is_state(idiom: str) -> None:
+    change = IN_OTHER_PLACES[idiom]
+
+    def gradient(w, x):
+        return jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+
+    def alone(w, x):
+        return change(w, gradient(w, x)), 0.0
+
+    def with_momentum(w, m, x):
+        m = jax.tree.map(lambda a, b: 0.9 * a + b, m, gradient(w, x))
+        return change(w, m), m, 0.0
+
+    w = ones(16, 8)
+    assert shown(meaning(alone, w, ones(32, 16))) == "0<-0"
+    assert shown(meaning(with_momentum, w, w, ones(32, 16))) == "0<-0 1<-1"
+
+
+@pytest.mark.parametrize("idiom", IN_OTHER_PLACES)
+def test_rows_that_go_up_a_gradient_in_other_places_are_as_rows_in_theirs(
+    idiom: str,
+) -> None:
+    """As examples that an adversary makes."""
+    change = IN_OTHER_PLACES[idiom]
+
+    def step(fn):
+        def adversary(p, x):
+            value, g = jax.value_and_grad(loss)(p, x)
+            up = jax.grad(lambda x: loss(p, x))(x)
+            return descend(p, g), fn(x, -jnp.sign(up)), value
+
+        return adversary
+
+    p, x = {"w": ones(8, 4), "b": ones(10)}, ones(16, 8)
+    plain = shown(meaning(step(lambda x, g: x - g), p, x))
+    assert shown(meaning(step(change), p, x)) == plain == "0<-0"
 
 
 def test_arguments_by_name() -> None:
