@@ -123,9 +123,9 @@ class ReportMethods(StateMethods):
           and an estimate of time. Print it, or read its fields.
 
         Raises:
-          ShardingError: the step cannot be sharded so, the devices form no such
-            mesh, or the compiler finds that it does not fit.
-          ValueError: no such target.
+          ShardingError: the step cannot be sharded so, or the compiler finds that it
+            does not fit.
+          ValueError: no such target, or its devices form no such mesh.
           ImportError: the target's compiler is not installed.
         """
         names, sizes = self.mesh.axis_names, tuple(self.mesh.shape.values())

@@ -128,11 +128,14 @@ def check_names(names: Sequence[str], mesh: Mesh) -> None:
     """Raises if `mesh` does not have an axis of `names`."""
     for name in names:
         if name not in mesh.shape:
+            asked = tuple(names)
+            sizes = (*[1] * (len(asked) - 1), mesh.size)
+            more = " and sizes of your own" if len(asked) > 1 else ""
             raise ShardingError(
                 f"the mesh has no axis '{name}'; its axes are {tuple(mesh.shape)}.\n"
                 f"  fully_shard was called at {call_site()}\n"
                 f"Pass axis={tuple(mesh.shape)[0]!r}, or make the mesh with "
-                f"jax.make_mesh(({mesh.size},), ({name!r},))."
+                f"jax.make_mesh({sizes}, {asked}){more}."
             )
 
 

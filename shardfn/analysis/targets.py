@@ -13,9 +13,11 @@ from __future__ import annotations
 import functools
 import glob
 import importlib.metadata
+import itertools
 import math
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 
 import jax
@@ -152,7 +154,8 @@ def mesh(
     if len(sizes) != len(axis_names) or math.prod(sizes) != count:
         raise ValueError(
             f"target {name!r} has {count} devices, which do not form a mesh of shape "
-            f"{sizes} with axes {axis_names}.\nPass shape= with one size per axis."
+            f"{sizes} with axes {axis_names}.\nPass one size per axis, as shape= of "
+            "mesh, or mesh_shape= of step.on and tune."
         )
     return jax.make_mesh(
         sizes,
@@ -217,10 +220,38 @@ def _unknown(name: str) -> ValueError:
             return ValueError(f"target {name!r} lacks tpu:\nWrite tpu:{name}.")
         if chip in GPUS and name.startswith("tpu:"):
             return ValueError(f"target {name!r} is a GPU.\nWrite {chip}:8 for example.")
+        if chip not in GPUS and "x" not in rest and int(rest):
+            shape = _slice_of(chip, int(rest))
+            return ValueError(
+                f"target {name!r} has a number of TPUs, whose slices are named by "
+                f"their shape.\nWrite tpu:{chip}:{shape} for {rest}."
+            )
     return ValueError(
         f"no compile-only target is called {name!r}. GPUs: {', '.join(GPUS)}; TPUs: "
         f"{', '.join(c for c in DATA_SHEETS if c not in GPUS)}.\nExamples: {_KNOWN}"
     )
+
+
+def _slice_of(chip: str, count: int) -> str:
+    """`"v5p", 64` -> `"4x4x4"`: sides as alike as they can be, the longest last."""
+    sides = [1] * _TORUS.get(chip, 3)
+    for prime in sorted(_primes(count), reverse=True):
+        sides[sides.index(min(sides))] *= prime
+    return "x".join(map(str, sorted(sides)))
+
+
+_TORUS = {"v5e": 2, "v6e": 2}
+"""Dimensions of a slice, of chips whose slices have fewer than three."""
+
+
+def _primes(count: int) -> Iterator[int]:
+    """`12` -> `2, 2, 3`."""
+    for factor in itertools.count(2):
+        if count == 1:
+            return
+        while count % factor == 0:
+            yield factor
+            count //= factor
 
 
 def _hosts(name: str, chip: str, count: str) -> str:

@@ -79,7 +79,12 @@ def test_figures(name, tflops, gigabytes, link):
             "target 'v5e' lacks the shape of a slice behind it.\nWrite tpu:v5e:2x4",
         ),
         ("h100:0", f"no compile-only target is called 'h100:0'. {KNOWN}"),
-        ("v5e:8", f"no compile-only target is called 'v5e:8'. {KNOWN}"),
+        (
+            "v5e:8",
+            "target 'v5e:8' has a number of TPUs, whose slices are named by their "
+            "shape.\nWrite tpu:v5e:2x4 for 8.",
+        ),
+        ("tpu:v5p:64", "target 'tpu:v5p:64' has a number of TPUs, whose"),
         ("tpu:h100:2x4", "target 'tpu:h100:2x4' is a GPU.\nWrite h100:8 for example."),
         ("V5P:2x2x2", "target 'v5p:2x2x2' lacks tpu:\nWrite tpu:v5p:2x2x2."),
         ("tpu:v4:2x2x1", "target 'tpu:v4:2x2x1' cannot be compiled for: the compiler"),
@@ -202,7 +207,8 @@ def test_a_mesh_that_leaves_devices_over(axes, shape):
         targets.mesh("h100:8", axes, shape)
     assert str(error.value) == (
         f"target 'h100:8' has 8 devices, which do not form a mesh of shape {shape} "
-        f"with axes {axes}.\nPass shape= with one size per axis."
+        f"with axes {axes}.\nPass one size per axis, as shape= of mesh, or mesh_shape= "
+        "of step.on and tune."
     )
 
 

@@ -89,6 +89,7 @@ def test_one_axis_of_several_is_missing(mesh, state) -> None:
     refuse(
         lambda: shardfn.fully_shard(train_step, mesh, axis=("replica", "data")),
         "the mesh has no axis 'replica'; its axes are ('data',)",
+        "jax.make_mesh((1, 8), ('replica', 'data')) and sizes of your own",
         what="fully_shard",
     )
 

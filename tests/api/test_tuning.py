@@ -272,10 +272,15 @@ def test_another_version_of_jax_is_named(path) -> None:
         ("[1]", "is no file of tuned options: it is of another format"),
         (
             '{"format": "tuned options of shardfn, 0"}',
-            "is no file of tuned options: it is of another format",
+            "it is of another format, 0 in place of 3: tune again",
         ),
         ('{"format": "tuned options of shardfn, 3"}', "lacks one of step, target"),
-        ("prefetch: __import__('os')", "has a value that is none: "),
+        (
+            "latencies: predicted",
+            "it has \"predicted\" for 'latencies', which is no Python value in quotes, "
+            "such as \"'predicted'\"",
+        ),
+        ("prefetch: __import__('os')", "for 'prefetch', which is no Python value"),
         ("prefetched: 1", "names an option 'prefetched', which fully_shard does not"),
     ],
 )

@@ -158,8 +158,11 @@ def read(path: str | os.PathLike[str]) -> TunedOptions:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError) as error:
         _refuse(place, f"cannot be read: {error}", error)
-    if not isinstance(data, Mapping) or data.get("format") != FORMAT:
-        _refuse(place, "is of another format")
+    found = data.get("format") if isinstance(data, Mapping) else None
+    if found != FORMAT:
+        layout = str(found).removeprefix(FORMAT[:-1])
+        other = f", {layout} in place of {FORMAT[-1]}: tune again"
+        _refuse(place, f"is of another format{other if layout.isdigit() else ''}")
     texts = {name: data.get(name) for name in _TEXTS}
     state, options = data.get("state"), data.get("options")
     if (
@@ -169,15 +172,21 @@ def read(path: str | os.PathLike[str]) -> TunedOptions:
         or not isinstance(options, Mapping)
     ):
         _refuse(place, f"lacks one of {', '.join(_TEXTS)}, state and options")
-    try:
-        values = tuple((n, ast.literal_eval(v)) for n, v in options.items())
-    except (ValueError, SyntaxError, TypeError) as error:
-        _refuse(place, f"has a value that is none: {error}", error)
+    values = tuple((n, _value(place, n, v)) for n, v in options.items())
     for name, _ in values:
         if name not in (*LEAF_OPTIONS, "compiler_options", "latencies"):
             _refuse(place, f"names an option '{name}', which fully_shard does not have")
     given: dict[str, Any] = {**texts, "state": tuple(state)}
     return TunedOptions(**given, options=values, place=place)
+
+
+def _value(place: str, name: str, text: Any) -> Any:
+    """The value of an option, which a file has as Python writes it."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError) as error:
+        why = f"has {json.dumps(text)} for '{name}', which is no Python value in quotes"
+        _refuse(place, f"{why}, such as {json.dumps(repr(text))}", error)
 
 
 def _refuse(place: str, why: str, cause: Exception | None = None) -> NoReturn:
