@@ -110,6 +110,16 @@ def pad_to(x: jax.Array, dim: int, size: int) -> jax.Array:
     return lax.pad(x, jnp.zeros((), x.dtype), config)
 
 
+def pad_parts(x: jax.Array, dim: int, count: int, size: int) -> jax.Array:
+    """`x` with each of `count` equal parts of a dimension padded, to `size` in all."""
+    if count == 1:
+        return pad_to(x, dim, size)
+    around = x.shape[:dim], x.shape[dim + 1 :]
+    parts = x.reshape(*around[0], count, x.shape[dim] // count, *around[1])
+    padded = pad_to(parts, dim + 1, size // count)
+    return padded.reshape(*around[0], size, *around[1])
+
+
 def cut_to(x: jax.Array, dim: int, size: int) -> jax.Array:
     if x.shape[dim] == size:
         return x

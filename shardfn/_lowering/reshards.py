@@ -22,10 +22,10 @@ from shardfn._core.moves import Slice
 from shardfn._core.plan import Apply, BodyPlan, Place, Reshard
 from shardfn._core.quantize import as_bytes, dequantize, of_bytes, quantize
 from shardfn._core.quantized import SCALE_BYTES, Quantized
-from shardfn._core.sharding import Axes, Sharding, local_shape
+from shardfn._core.sharding import Axes, Sharding, Split, along, local_shape
 from shardfn._lowering.bits import Bits
 from shardfn._lowering.joined_collectives import run_together
-from shardfn._lowering.move_lowerings import cut_to, pad_to
+from shardfn._lowering.move_lowerings import cut_to, pad_parts
 
 
 def reads_of(step: Reshard, plan: BodyPlan, axes: Axes) -> int:
@@ -62,9 +62,14 @@ def move_along(
     """
     if step.padded is not None:
         dim = step.padded
-        rows, inner = pad_to(x, dim, step.shape[dim]), replace(step, padded=None)
+        axis = step.moves[0].axis
+        goal = step.path[end][axis]
+        is_split = isinstance(goal, Split) and goal.dim == dim
+        count = along(step.path[end], axis, axes) if is_split else 1
+        rows = pad_parts(x, dim, count, step.shape[dim])
+        inner = replace(step, padded=None)
         made = move_along(inner, start, end, rows, place, axes, picked, copies)
-        return [cut_to(y, dim, x.shape[dim]) for y in made]
+        return [cut_to(y, dim, x.shape[dim] // count) for y in made]
     moves = step.moves[start:end]
     copies = copies if moves and moves[-1].packed_as else 1
 

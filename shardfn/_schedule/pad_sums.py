@@ -1,16 +1,19 @@
-"""Pads sums of loops whose rows TPUs cannot cut into pieces.
+"""Pads sums to the tiles of TPUs.
 
-In: a plan. Out: the plan, in which rows of those sums are longer, by whole tiles. Over
-a slice of v5ps that is four long in each direction libtpu reduce-scatters rows in
-pieces, on cores that nothing else waits for. Where the tiles of a row have a large
-prime factor, such as the 43 x 2 of 11008 columns, it has no pieces for that, and
-all-reduces the value on the core that multiplies: twice the bytes, with nothing beside
-them. A few more tiles cost less.
+In: a plan. Out: the plan, in which sums are larger, by whole tiles. What a device keeps
+of a reduce-scatter fills tiles: of other parts libtpu makes larger ones itself, and
+sends rows on to the devices that they belong to. And rows are longer in loops: over a
+slice of v5ps that is four long in each direction libtpu reduce-scatters rows in pieces,
+on cores that nothing else waits for. Where the tiles of a row have a large prime
+factor, such as the 43 x 2 of 11008 columns, it has no pieces for that, and all-reduces
+the value on the core that multiplies: twice the bytes, with nothing beside them. A few
+more tiles cost less.
 """
 
 import math
 from dataclasses import replace
 
+from shardfn._core import compat
 from shardfn._core.limits import (
     CHAINED_BYTES,
     PIECES_DEVICES,
@@ -28,7 +31,8 @@ from shardfn._schedule.bodies import inside, rewritten, with_nodes
 
 
 def pad_sums(program: Program, body: BodyPlan, axes: Axes) -> BodyPlan:
-    """Makes rows of sums that a loop stacks longer, where that lets them be scattered.
+    """Makes parts of sums fill tiles, and rows of sums that a loop stacks longer where
+    that lets them be scattered.
 
     Args:
       program: the program.
@@ -36,11 +40,49 @@ def pad_sums(program: Program, body: BodyPlan, axes: Axes) -> BodyPlan:
       axes: the mesh axes.
 
     Returns:
-      The plan; the same where the compiler reduce-scatters rows of any length.
+      The plan; the same where the compiler reduce-scatters any rows.
     """
-    if not axes.sums_in_pieces:
+    if axes.sums_in_pieces:
+        body = _in_pieces(program, body, axes)
+    if not compat.scatters_tiles(axes.platform):
         return body
-    body = inside(program, body, lambda p, b: pad_sums(p, b, axes))
+    return _in_tiles(program, body, axes)
+
+
+def _in_tiles(program: Program, body: BodyPlan, axes: Axes) -> BodyPlan:
+    body = inside(program, body, lambda p, b: _in_tiles(p, b, axes))
+    steps = (_filled(s, axes) if isinstance(s, Reshard) else s for s in body.steps)
+    return replace(body, steps=tuple(steps))
+
+
+def _filled(step: Reshard, axes: Axes) -> Reshard:
+    """A sum of which each device keeps whole tiles."""
+    has_rows = _row(step, axes) is not None
+    goal = step.path[-1][step.moves[0].axis] if has_rows else None
+    size = math.prod(step.shape) * step.itemsize
+    if not isinstance(goal, Split) or step.padded is not None or size < CHAINED_BYTES:
+        return step
+    dim = goal.dim
+    if dim < len(step.shape) - 2:  # no dimension of a tile
+        return step
+    devices = along(step.path[-1], step.moves[0].axis, axes)
+    # Of narrower numbers a tile has more rows.
+    tile = max(1, TPU_TILE[0] * 4 // step.itemsize)
+    rows, rest = divmod(step.shape[dim], devices)
+    filled = -(-rows // tile) * tile
+    if filled == rows or rest:
+        return step
+    shape = (*step.shape[:dim], filled * devices, *step.shape[dim + 1 :])
+    text = (
+        f"each device sums {filled} rows for the {rows} that it keeps, in tiles of "
+        f"{tile} (limits.TPU_TILE)"
+    )
+    notes = noted(step, Note("pad_sums", text))
+    return replace(step, shape=shape, padded=dim, notes=notes)
+
+
+def _in_pieces(program: Program, body: BodyPlan, axes: Axes) -> BodyPlan:
+    body = inside(program, body, lambda p, b: _in_pieces(p, b, axes))
 
     def with_padded(node: Node, loop: Apply) -> Apply:
         sums = scattered_sums(node, loop)

@@ -191,6 +191,70 @@ def test_the_row_is_the_last_dimension_also_in_a_loop_in_a_loop(
     assert_parity(heads, cpu_mesh(8), *args, **OPTIONS)
 
 
+@pytest.fixture
+def tiles(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """CPUs are planned for as TPUs are, whose tiles have four rows of float32 here."""
+    monkeypatch.setattr(compat, "scatters_tiles", lambda platform: True)
+    monkeypatch.setattr(pad_sums, "CHAINED_BYTES", 2**10)
+    monkeypatch.setattr(pad_sums, "TPU_TILE", (4, 8))
+    return monkeypatch
+
+
+@pytest.mark.parametrize("stored, dim", [(1, 1), (2, 0)])
+@pytest.mark.parametrize(
+    "width, dtype, filled",
+    [
+        (24, jnp.float32, 32),  # three rows of each device, as four
+        (40, jnp.bfloat16, 64),  # five, as eight: tiles of bfloat16 have more
+        (32, jnp.float32, None),
+    ],
+)
+def test_each_part_of_a_sum_fills_tiles(
+    tiles: pytest.MonkeyPatch,
+    width: int,
+    dtype: Any,
+    filled: int | None,
+    stored: int,
+    dim: int,
+) -> None:
+    """Along either dimension of a tile."""
+    options = OPTIONS | {"shard": {"*": {"data": stored}}}
+    step = shardfn.fully_shard(train, cpu_mesh(8), **options)
+    keys = iter(jax.random.split(jax.random.key(0), 3))
+    state = weights(width, width, lambda *a: jax.random.normal(next(keys), *a) / 8)
+    args = state, jax.random.normal(next(keys), (16, width), dtype)
+    found = [(dim, shape[dim]) for dim, shape in padded(step, *args)]
+    assert found == ([(dim, filled)] * 2 if filled else [])
+    assert_parity(train, cpu_mesh(8), *args, steps=3, **options)
+    if filled:
+        plan = step.plan(*args)
+        assert plan.verify(step.lower(*args).compile()).ok
+        assert "in tiles of" in plan.explain("back")
+
+
+@pytest.mark.parametrize("name, value", [("CHAINED_BYTES", 2**20)])
+def test_parts_of_small_sums_are_left(tiles, name: str, value: int) -> None:
+    tiles.setattr(pad_sums, name, value)
+    args = weights(24, 24), jnp.ones((16, 24))
+    assert not padded(shardfn.fully_shard(train, cpu_mesh(8), **OPTIONS), *args)
+
+
+@pytest.mark.aot("tpu:v5p:2x2x2")
+@pytest.mark.parametrize("pads", [True, False])
+def test_libtpu_sends_rows_on_unless_parts_fill_tiles(monkeypatch, pads: bool) -> None:
+    """Once it does not, the pass can go."""
+    if not pads:
+        monkeypatch.setattr(compat, "scatters_tiles", lambda platform: False)
+    mesh = targets.mesh("tpu:v5p:2x2x2")
+    state = weights(8 * 140, 8 * 140, jax.ShapeDtypeStruct)
+    x = jax.ShapeDtypeStruct((8, 256, 8 * 140), jnp.bfloat16)
+    step = shardfn.fully_shard(train, mesh, **OPTIONS)
+    compiled = step.lower(state, x).compile()
+    found = {c.op for c in read_collectives(compiled.as_text() or "")}
+    assert ("ppermute" in found) != pads
+    assert step.plan(state, x).verify(compiled).ok == pads
+
+
 def test_a_plan_says_so(pieces: pytest.MonkeyPatch) -> None:
     """With the bytes that are sent; and the compiled program sends as many."""
     step = shardfn.fully_shard(train, cpu_mesh(8), **OPTIONS)
@@ -244,7 +308,10 @@ def test_tpus_reduce_scatter_them(
     state = weights(width, 128 * tiles, jax.ShapeDtypeStruct)
     x = jax.ShapeDtypeStruct((4 * mesh.size, 256, width), jnp.bfloat16)
     step = shardfn.fully_shard(train, mesh, **OPTIONS)
-    assert len(padded(step, state, x)) == (pads and tiles == 29)
+    moves = all_moves(step.plan(state, x).body)
+    notes = [note for move in moves for note in move.notes]
+    said = ["in pieces" in note.text for note in notes if note.by == "pad_sums"]
+    assert said.count(True) == (pads and tiles == 29)
     text = step.lower(state, x).compile().as_text() or ""
     large = [c.op for c in read_collectives(text) if c.elements >= width * 128 * tiles]
     assert ("all_reduce" in large) != scatters

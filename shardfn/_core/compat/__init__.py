@@ -212,6 +212,9 @@ from shardfn._core.compat.platforms import (
     reads_inside_matmuls as reads_inside_matmuls,
 )
 from shardfn._core.compat.platforms import (
+    scatters_tiles as scatters_tiles,
+)
+from shardfn._core.compat.platforms import (
     sent_as as sent_as,
 )
 from shardfn._core.compat.platforms import (

@@ -109,6 +109,12 @@ def times_transfers(device: Any) -> bool:
     return int(str(capability).partition(".")[0]) >= 9
 
 
+def scatters_tiles(platform: str) -> bool:
+    """Whether the compiler pads shards of a reduce-scatter to whole tiles, and moves
+    rows to the devices that they belong to behind it: for TPUs it does."""
+    return platform == "tpu"
+
+
 def sums_in_pieces(device: Any) -> bool:
     """Whether the compiler reduce-scatters rows in pieces over a slice that is four
     devices long in each of three directions, and all-reduces those that do not come out
