@@ -1,13 +1,13 @@
 """Pads sums to the tiles of TPUs.
 
 In: a plan. Out: the plan, in which sums are larger, by whole tiles. What a device keeps
-of a reduce-scatter fills tiles: of other parts libtpu makes larger ones itself, and
-sends rows on to the devices that they belong to. And rows are longer in loops: over a
-slice of v5ps that is four long in each direction libtpu reduce-scatters rows in pieces,
-on cores that nothing else waits for. Where the tiles of a row have a large prime
-factor, such as the 43 x 2 of 11008 columns, it has no pieces for that, and all-reduces
-the value on the core that multiplies: twice the bytes, with nothing beside them. A few
-more tiles cost less.
+of a reduce-scatter fills tiles, unless it is less than one: libtpu makes larger parts
+itself, and sends rows on to the devices that they belong to. And rows are longer in
+loops: over a slice of v5ps that is four long in each direction libtpu reduce-scatters
+rows in pieces, on cores that nothing else waits for. Where the tiles of a row have a
+large prime factor, such as the 43 x 2 of 11008 columns, it has no pieces for that, and
+all-reduces the value on the core that multiplies: twice the bytes, with nothing beside
+them. A few more tiles cost less.
 """
 
 import math
@@ -66,11 +66,10 @@ def _filled(step: Reshard, axes: Axes) -> Reshard:
     if dim < len(step.shape) - 2:  # no dimension of a tile
         return step
     devices = along(step.path[-1], step.moves[0].axis, axes)
-    # Of narrower numbers a tile has more rows.
-    tile = max(1, TPU_TILE[0] * 4 // step.itemsize)
+    tile = TPU_TILE[0]
     rows, rest = divmod(step.shape[dim], devices)
     filled = -(-rows // tile) * tile
-    if filled == rows or rest:
+    if filled == rows or rest or rows < tile:  # fewer are laid out otherwise
         return step
     shape = (*step.shape[:dim], filled * devices, *step.shape[dim + 1 :])
     text = (

@@ -204,9 +204,10 @@ def tiles(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 @pytest.mark.parametrize(
     "width, dtype, filled",
     [
-        (24, jnp.float32, 32),  # three rows of each device, as four
-        (40, jnp.bfloat16, 64),  # five, as eight: tiles of bfloat16 have more
+        (40, jnp.float32, 64),  # five rows of each device, as eight
+        (72, jnp.bfloat16, 96),
         (32, jnp.float32, None),
+        (24, jnp.float32, None),  # less than a tile
     ],
 )
 def test_each_part_of_a_sum_fills_tiles(
@@ -235,7 +236,7 @@ def test_each_part_of_a_sum_fills_tiles(
 @pytest.mark.parametrize("name, value", [("CHAINED_BYTES", 2**20)])
 def test_parts_of_small_sums_are_left(tiles, name: str, value: int) -> None:
     tiles.setattr(pad_sums, name, value)
-    args = weights(24, 24), jnp.ones((16, 24))
+    args = weights(40, 40), jnp.ones((16, 40))
     assert not padded(shardfn.fully_shard(train, cpu_mesh(8), **OPTIONS), *args)
 
 
