@@ -27,6 +27,7 @@ class Model:
       remat: whether the backward pass computes each layer's activations again.
       microbatches: how many the rows are cut into, whose gradients are added up.
       kv_heads: fewer heads of keys and values than `heads`; 0 for as many.
+      fused: whether cuDNN attends, which makes no scores in memory.
     """
 
     family: str
@@ -42,6 +43,7 @@ class Model:
     remat: bool = True
     microbatches: int = 1
     kv_heads: int = 0
+    fused: bool = False
 
 
 @dataclass(frozen=True, slots=True)

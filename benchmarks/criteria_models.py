@@ -104,6 +104,12 @@ def attend(w: Params, x, memory, model: Model, bias, causal: bool) -> jax.Array:
     )
     if model.family == "llama":
         q, k = rotate(q), rotate(k)
+    if model.fused and bias is None:
+        with jax.named_scope(SCORES):
+            mixed = jax.nn.dot_product_attention(
+                *(q, k, v), is_causal=causal, implementation="cudnn"
+            )
+        return jnp.einsum("bthk,hkd->btd", mixed, w["out"])
     if model.kv_heads:
         k, v = (jnp.repeat(x, model.heads // model.kv_heads, axis=2) for x in (k, v))
     with jax.named_scope(SCORES):
