@@ -16,10 +16,6 @@ FEATURE_ELEMENTS = 128
 """Elements from which on a dimension is taken for one of features, of which the first
 is split; one of fewer may count layers or heads."""
 
-TPU_TILE = 8, 128
-"""Rows and columns of a TPU's tile: a shard that does not fill tiles is padded on the
-wire. 50304 rows over 8 devices, 6288 each, were 6384."""
-
 # What each operation splits
 
 FREE_ROUNDS = 5
@@ -213,16 +209,6 @@ head: two tiles of a TPU. With more, it would make each element several times.""
 
 DUPLICATED_READS = 3
 """How many times its bytes may be read to make it: as two products do instead then."""
-
-PIECES_DEVICES = 64
-"""Of a v5p slice that may be four long in each direction; fewer scatter any rows."""
-
-PIECES_MOST = 1700
-"""Devices times the largest prime factor of a row's tiles, up to which libtpu (0.0.42,
-0.0.50) reduce-scatters rows over such a slice: 23 x 64 and 13 x 128, not 29 x 64."""
-
-PIECES_PADDING = Fraction(1, 8)
-"""The most that rows are padded for that, as a part of them."""
 
 # What a plan warns of
 

@@ -13,6 +13,10 @@ SAME_SIZE = 0.01
 """How much the bytes per element of a compiled collective may differ from the plan's,
 as a part, to be called the same."""
 
+TILED_MORE = 0.25
+"""How many more rows a part of a sum may have in a TPU's program, as a part of those
+that a device keeps, or less than a tile more: libtpu made 420 rows 480."""
+
 PLAYED_ITERATIONS = 256
 """Iterations of a loop that are played; more take as long as the last of them."""
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from shardfn._core.limits import HOST_BLOCK_BYTES, TPU_TILE
+from shardfn._core.limits import HOST_BLOCK_BYTES
 from shardfn._core.memories import DEVICE, HOST
 from shardfn._core.phases import UPDATE, Pass
 from shardfn._core.plan import (
@@ -30,6 +30,7 @@ from shardfn._core.plan import (
 from shardfn._core.program import Program
 from shardfn._core.sharding import Axes, Sharding, local_shape, stored_shape
 from shardfn._core.step_order import made_by
+from shardfn._core.tile_limits import TPU_TILE
 from shardfn._schedule.host_clusters import Cluster, clusters_of
 from shardfn._schedule.host_order import Unit, in_order
 from shardfn._schedule.host_scans import scanned

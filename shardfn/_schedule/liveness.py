@@ -7,7 +7,6 @@ reads it, views, and what it writes in place of something else take none.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from shardfn._core.limits import TPU_TILE
 from shardfn._core.memories import HOST
 from shardfn._core.plan import (
     Apply,
@@ -23,6 +22,7 @@ from shardfn._core.plan import (
 from shardfn._core.program import Node, Program
 from shardfn._core.sharding import Axes, Sharding, local_shape
 from shardfn._core.sizes import bytes_in, local_bytes, signs_in_byte
+from shardfn._core.tile_limits import TPU_TILE
 from shardfn._schedule import fusion
 from shardfn._schedule.cast_stacks import cast_stacks
 from shardfn._schedule.delayed_sums import delayed_sums

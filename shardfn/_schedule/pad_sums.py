@@ -14,18 +14,19 @@ import math
 from dataclasses import replace
 
 from shardfn._core import compat
-from shardfn._core.limits import (
-    CHAINED_BYTES,
-    PIECES_DEVICES,
-    PIECES_MOST,
-    PIECES_PADDING,
-    TPU_TILE,
-)
+from shardfn._core.limits import CHAINED_BYTES
 from shardfn._core.moves import ReduceScatter
 from shardfn._core.plan import Apply, BodyPlan, Reshard
 from shardfn._core.program import Node, Program
 from shardfn._core.reasons import Note, noted
 from shardfn._core.sharding import Axes, Split, along, local_shape
+from shardfn._core.tile_limits import (
+    PIECES_DEVICES,
+    PIECES_MOST,
+    PIECES_PADDING,
+    TILED_BYTES,
+    TPU_TILE,
+)
 from shardfn._schedule.balanced_loops import scattered_sums
 from shardfn._schedule.bodies import inside, rewritten, with_nodes
 
@@ -60,7 +61,9 @@ def _filled(step: Reshard, axes: Axes) -> Reshard:
     has_rows = _row(step, axes) is not None
     goal = step.path[-1][step.moves[0].axis] if has_rows else None
     size = math.prod(step.shape) * step.itemsize
-    if not isinstance(goal, Split) or step.padded is not None or size < CHAINED_BYTES:
+    if not isinstance(goal, Split) or step.padded is not None:
+        return step
+    if not CHAINED_BYTES <= size <= TILED_BYTES:
         return step
     dim = goal.dim
     if dim < len(step.shape) - 2:  # no dimension of a tile
@@ -74,7 +77,8 @@ def _filled(step: Reshard, axes: Axes) -> Reshard:
     shape = (*step.shape[:dim], filled * devices, *step.shape[dim + 1 :])
     text = (
         f"each device sums {filled} rows for the {rows} that it keeps, in tiles of "
-        f"{tile} (limits.TPU_TILE)"
+        f"{tile} (limits.TPU_TILE), as of a sum of at most {TILED_BYTES >> 20} MiB "
+        "(limits.TILED_BYTES)"
     )
     notes = noted(step, Note("pad_sums", text))
     return replace(step, shape=shape, padded=dim, notes=notes)

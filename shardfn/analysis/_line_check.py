@@ -22,6 +22,7 @@ FOLDED = "folded"
 HOISTED = "hoisted"
 INVARIANT = "invariant"
 UNROLLED = "unrolled"
+TILED = "tiled"
 UNDECIDED = "undecided"
 MISSING = "missing"
 
@@ -34,8 +35,9 @@ FAITHFUL = (
     INVARIANT,
     UNROLLED,
     FOLDED,
+    TILED,
 )
-"""What sends what the plan says, or less, as far as the backend can."""
+"""What sends what the plan says, or less, as far as the backend can; and tiles."""
 
 MEANING = {
     NARROWED: "moved in a smaller dtype",
@@ -57,6 +59,8 @@ MEANING = {
     "each other, so the value lives through them",
     FOLDED: "reduced with another line of the same value by one all-reduce over the "
     "devices of both, which is counted with the first",
+    TILED: "summed in parts of whole tiles, whose rows are then sent on to the devices "
+    "that they belong to",
     UNDECIDED: "one of several sums that the compiler joined: they do not add up, and "
     "which of them is missing cannot be told",
     MISSING: "not in the compiled program, or not as often as planned",
@@ -71,7 +75,7 @@ class LineCheck:
       line: the planned collective.
       status: `present`, `narrowed`, `widened`, `promoted`, `all-reduced`, `rewritten`,
         `merged`, `shared`, `once`, `hoisted`, `invariant`, `unrolled`, `folded`,
-        `undecided` or `missing`.
+        `tiled`, `undecided` or `missing`.
       found: the compiled collectives for it, each `times` as often as counts for it.
       scales: those for its scales, where these have collectives of their own.
       runs: how often the compiled program runs them per step.

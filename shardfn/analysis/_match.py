@@ -35,6 +35,7 @@ from shardfn.analysis._line_check import (
     PROMOTED,
     REWRITTEN,
     SHARED,
+    TILED,
     UNDECIDED,
     UNROLLED,
     WIDENED,
@@ -51,6 +52,7 @@ from shardfn.analysis._needs import (
     status_of,
     sums_whole,
 )
+from shardfn.analysis._tiled import match_tiled
 from shardfn.analysis.collective import Collective
 from shardfn.analysis.verification import Verification
 
@@ -94,6 +96,7 @@ def verify(
     _match(needs, supplies, _is_same, named=False)
     match_concatenated(needs, folds, supplies)
     _match(needs, supplies, _is_like, named=False)
+    match_tiled(needs, supplies)
     _match(needs, supplies, _is_any, named=True)
     checks = tuple(
         _check(need, scales.get(i), needs, platform) for i, need in enumerate(lines)
@@ -229,7 +232,7 @@ def _is_in_rounds(need: Need, twins: Sequence[Need]) -> bool:
 
 def _worst(need: Need, platform: str, well: str = PRESENT) -> str:
     """The worst of what was found for a line, `well` if all is as it should be."""
-    worst = (REWRITTEN, ALL_REDUCED, WIDENED, NARROWED, FOLDED)
+    worst = (REWRITTEN, ALL_REDUCED, WIDENED, NARROWED, FOLDED, TILED)
     status = next((s for s in worst if s in need.status), well)
     dtypes = {found.dtype for found in need.found}
     promoted = compat.promoted_dtype(platform, need.line.dtype)

@@ -18,7 +18,7 @@ from shardfn._core.automatic_axes import AutoSplit
 from shardfn._core.control import NOTHING_ASKED, Control, axis_of
 from shardfn._core.errors import ShardingError, called
 from shardfn._core.leaves import leaf_name
-from shardfn._core.limits import FEATURE_ELEMENTS, PADDING_SHARE, TPU_TILE
+from shardfn._core.limits import FEATURE_ELEMENTS, PADDING_SHARE
 from shardfn._core.named_states import lies_in_part
 from shardfn._core.option_values import StoredAxis, shown_axes
 from shardfn._core.residual import axis_of_terms
@@ -31,6 +31,7 @@ from shardfn._core.sharding import (
     of_dim,
     on_axis,
 )
+from shardfn._core.tile_limits import TPU_TILE
 from shardfn.storage._leaves import leaves_of
 from shardfn.storage._related_leaves import stacked_leaves
 

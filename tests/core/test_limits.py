@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 
 import shardfn
-from shardfn._core import limits, reading_limits, shown_limits, tuning_limits
+from shardfn._core import (
+    limits,
+    reading_limits,
+    shown_limits,
+    tile_limits,
+    tuning_limits,
+)
 
 ROOT = Path(shardfn.__file__).parent
 TREES = {
@@ -30,10 +36,12 @@ LIMITS = {
     "_core.limits": limits,
     "_core.reading_limits": reading_limits,
     "_core.shown_limits": shown_limits,
+    "_core.tile_limits": tile_limits,
     "_core.tuning_limits": tuning_limits,
 }
 
 FIGURES = {
+    "_core.compat.topologies": "a version of cuDNN",
     "analysis._data_sheets": "data sheets of machines",
     "analysis._latency": "latencies that others have published",
 }

@@ -241,19 +241,27 @@ def test_parts_of_small_sums_are_left(tiles, name: str, value: int) -> None:
 
 
 @pytest.mark.aot("tpu:v5p:2x2x2")
-@pytest.mark.parametrize("pads", [True, False])
-def test_libtpu_sends_rows_on_unless_parts_fill_tiles(monkeypatch, pads: bool) -> None:
-    """Once it does not, the pass can go."""
+@pytest.mark.parametrize(
+    "rows, pads", [(140, True), (140, False), (420, True), (7 * 16 * 4, True)]
+)
+def test_libtpu_sends_rows_on_unless_parts_fill_tiles(monkeypatch, rows, pads) -> None:
+    """Once it does not, the pass can go. A sum of 28 MB is left to it."""
     if not pads:
         monkeypatch.setattr(compat, "scatters_tiles", lambda platform: False)
     mesh = targets.mesh("tpu:v5p:2x2x2")
-    state = weights(8 * 140, 8 * 140, jax.ShapeDtypeStruct)
-    x = jax.ShapeDtypeStruct((8, 256, 8 * 140), jnp.bfloat16)
+    state = weights(8 * rows, 8 * rows, jax.ShapeDtypeStruct)
+    x = jax.ShapeDtypeStruct((8, 256, 8 * rows), jnp.bfloat16)
     step = shardfn.fully_shard(train, mesh, **OPTIONS)
     compiled = step.lower(state, x).compile()
     found = {c.op for c in read_collectives(compiled.as_text() or "")}
-    assert ("ppermute" in found) != pads
-    assert step.plan(state, x).verify(compiled).ok == pads
+    small = rows == 140
+    assert bool(padded(step, state, x)) == (small and pads)
+    left_to_it = rows % 8 != 0 and not (small and pads)
+    assert ("ppermute" in found) == left_to_it
+    checked = step.plan(state, x).verify(compiled)
+    # It all-reduces the small ones, where it pads them.
+    assert checked.ok == (pads or not small)
+    assert bool(checked.having("tiled")) == (left_to_it and checked.ok)
 
 
 def test_a_plan_says_so(pieces: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from shardfn._core.compat.platforms import lowered_for
 
-CUDNN = 91_100
+CUDNN = (9, 11, 0)
 """The cuDNN of GPUs that are not there: 9.11, which has all that JAX 0.10 to 0.12 ask
 for. That of a machine may be older."""
 
@@ -45,7 +45,8 @@ def _version_or_assumed(own: Callable[[], int]) -> Callable[[], int]:
         except RuntimeError:  # none on this machine
             if not _on_gpus.get():
                 raise
-            return CUDNN
+            major, minor, patch = CUDNN
+            return (major * 100 + minor) * 100 + patch
 
     return version
 
