@@ -13,6 +13,10 @@ SAME_SIZE = 0.01
 """How much the bytes per element of a compiled collective may differ from the plan's,
 as a part, to be called the same."""
 
+ALL_REDUCED_SHARE = 0.001
+"""The part of a step's bytes up to which what is all-reduced in place of a gather or a
+reduce-scatter leaves the step as planned: twice that is sent."""
+
 TILED_MORE = 0.25
 """How many more rows a part of a sum may have in a TPU's program, as a part of those
 that a device keeps, or less than a tile more: libtpu made 420 rows 480."""

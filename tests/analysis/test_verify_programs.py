@@ -2,6 +2,7 @@
 `Plan.verify` refuses none of them, and refuses each once its program is spoiled.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -61,6 +62,30 @@ def test_reductions_are_planned_as_they_are_emitted(dtype: str) -> None:
     )
     assert result.ok, result.problems()
     assert {c.line.op for c in result.lines} >= {"all_reduce", "all_gather"}
+
+
+def test_what_is_all_reduced_counts_by_its_bytes() -> None:
+    """Compilers for TPUs all-reduce gathers of a few kilobytes."""
+
+    def loss(p, x):
+        return jnp.mean(jnp.tanh(x @ p["w"] * p["scale"]) ** 2)
+
+    state = {"w": jnp.ones((256, 512)), "scale": jnp.ones(512)}
+    found = checked(trained(loss), state, jnp.ones((16, 256)), stationary=False)
+    assert found.ok
+
+    def reduced(path: str) -> shardfn.Verification:
+        lines = (
+            replace(line, status="all-reduced") if line.line.path == path else line
+            for line in found.lines
+        )
+        return replace(found, lines=tuple(lines))
+
+    assert reduced("scale").having("all-reduced") and not reduced("scale").ok
+    # Beside a model of more layers it is nothing.
+    more = replace(found, lines=(*reduced("scale").lines, *found.lines * 8))
+    assert more.having("all-reduced") and more.ok and not more.problems()
+    assert not reduced("w").ok and "all-reduced" in reduced("w").problems()
 
 
 def test_branches_of_other_platforms_are_not_planned() -> None:
