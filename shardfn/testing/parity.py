@@ -242,7 +242,8 @@ def _about_rounding(path: str, change: float, most: bool, tol: float) -> str:
             "dtype, in float32 in place of bfloat16, has less; "
             f"ignore=[{re.escape(path)!r}] does not compare the leaf."
         )
-    return f"{text}: this is no noise."
+    wide = "In float64 (jax_enable_x64) that of sums in another order is gone, too."
+    return f"{text}: this is no noise of theirs. {wide}"
 
 
 def _warn(where: str, decided: Noise) -> None:
