@@ -27,6 +27,7 @@ class Uneven:
       dim: that dimension.
       count: devices that would share it.
       axes: the mesh axes that these lie on.
+      behind: whether they are few, and the devices divide the next dimension.
     """
 
     path: tuple[Any, ...]
@@ -35,6 +36,7 @@ class Uneven:
     dim: int
     count: int
     axes: tuple[str, ...]
+    behind: bool = False
 
     @property
     def unit(self) -> str:
@@ -57,10 +59,21 @@ def refuse_uneven(leaves: Sequence[Uneven], hints: Sequence[str] = ()) -> NoRetu
         + (f"  also uneven: {also}\n" if others else "")
         + "".join(f"  {hint}\n" for hint in hints)
         + called()
+        + _of_microbatches(leaves)
         + f"Pad the batch to {-(-max(first.size, 1) // first.count) * first.count} "
-        f"{first.unit} and mask the loss, or pass {_whole(leaves)} to replicate "
+        f"{first.unit} and mask the loss, or pass {_spec(leaves)} to replicate "
         f"{'them' if others else 'it'}."
     )
+
+
+def _of_microbatches(leaves: Sequence[Uneven]) -> str:
+    """What to do if rows are in the next dimension, as those of microbatches are."""
+    if not all(leaf.behind for leaf in leaves):
+        return ""
+    names = ", ".join(map(repr, leaves[0].axes))
+    over = names if len(leaves[0].axes) == 1 else f"({names})"
+    spec = _spec(leaves, f"jax.P(None, {over})")
+    return f"If its rows are in dimension 1, behind microbatches, pass {spec}. Else:\n"
 
 
 def of_many_rows(leaves: Sequence[Leaf], uneven: Sequence[Uneven]) -> list[str]:
@@ -91,24 +104,26 @@ def _numbers(sizes: Iterable[int]) -> str:
     return ", ".join(map(str, sorted(sizes)))
 
 
-def _whole(leaves: Sequence[Uneven]) -> str:
-    """The `batch_spec` for these leaves, as it can be typed."""
+def _spec(leaves: Sequence[Uneven], each: str = "jax.P()") -> str:
+    """The `batch_spec` with `each` for these leaves, as it can be typed."""
     spec: Any = {}
     for leaf in leaves:
         inside = spec
         for key in ("root", *leaf.path):
             if not isinstance(key, str | DictKey | SequenceKey | ArgumentKey):
-                return "jax.P() for each such leaf in batch_spec"
+                return f"{each} for each such leaf in batch_spec"
             inside = inside.setdefault(key, {})
-    return f"batch_spec={_written(spec['root'])}"
+    return f"batch_spec={_written(spec['root'], each)}"
 
 
-def _written(spec: dict[Any, Any]) -> str:
+def _written(spec: dict[Any, Any], leaf: str) -> str:
     if not spec:
-        return "jax.P()"
+        return leaf
     if isinstance(next(iter(spec)), DictKey):
-        items = (f"{key.key!r}: {_written(inside)}" for key, inside in spec.items())
+        items = (
+            f"{key.key!r}: {_written(inside, leaf)}" for key, inside in spec.items()
+        )
         return f"{{{', '.join(items)}}}"
-    each = {key.idx: _written(inside) for key, inside in spec.items()}
+    each = {key.idx: _written(inside, leaf) for key, inside in spec.items()}
     items = [each.get(i, "None") for i in range(max(each) + 1)]
     return f"({', '.join(items)}{',' * (len(items) == 1)})"

@@ -222,9 +222,10 @@ def _batch_leaf(
         if dim >= len(shape) or (not is_local and shape[dim] % count):
             size = shape[dim] if dim < len(shape) else 0
             names = tuple(axes.names[a] for a in over)
-            uneven.append(
-                Uneven(leaf.path, leaf.name or "batch", size, dim, count, names)
-            )
+            few = spec is None and size < count and len(shape) > 1
+            behind = few and shape[1] % count == 0
+            what = leaf.path, leaf.name or "batch", size, dim, count, names, behind
+            uneven.append(Uneven(*what))
     return sharding
 
 

@@ -266,6 +266,21 @@ def test_a_batch_that_the_devices_do_not_divide(good, state) -> None:
     )
 
 
+def test_rows_behind_microbatches_are_named(mesh, state) -> None:
+    def step(state, batch):
+        return state, batch["x"].sum()
+
+    sharded = shardfn.fully_shard(step, mesh, **OPTIONS)
+    refuse(
+        lambda: sharded.plan(state, {"x": jnp.ones((3, 16, 4))}),
+        "batch leaf 'x' has 3 rows, which 8 devices",
+        "If its rows are in dimension 1, behind microbatches, pass "
+        "batch_spec={'x': jax.P(None, 'data')}. Else:",
+        "Pad the batch to 8 rows",
+        what="step.plan",
+    )
+
+
 def test_the_plan_refuses_that_batch_too(good, state) -> None:
     uneven, batch = "batch leaf 'x' has 30 rows", make_batch(30)
     refuse(lambda: good.plan(state, batch), uneven, what="train_step.plan")
