@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 from criteria_cases import Case
 from criteria_models import mean_loss
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from shardfn._lowering.xla_options import compiler_options
 from shardfn.analysis import targets

@@ -14,8 +14,7 @@ import optax
 from criteria_cases import Model
 from criteria_models import STACKS, UNEDITED, Hand, Params, init, mean_loss
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import shardfn
 

@@ -15,8 +15,7 @@ from typing import Any
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import criteria_programs as programs
-from criteria_cases import CASES as CRITERIA
-from criteria_cases import CHIPS, LLAMA3_8B, Case
+from criteria_cases import CASES as CRITERIA, CHIPS, LLAMA3_8B, Case
 
 from shardfn.analysis import targets
 

@@ -27,8 +27,7 @@ from criteria_measure import PLATFORMS, played
 from criteria_models import Hand
 from criteria_table import markdown
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from shardfn.analysis import targets
 from shardfn.analysis._heap_size import compiled_with_heap

@@ -9,8 +9,7 @@ Time, Dimension, Heads, Key, Feed-forward, Vocabulary.
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import shardfn
 

@@ -9,8 +9,7 @@ sees it: not in `unshard`, not in norms, not in checkpoints.
 import jax
 import jax.numpy as jnp
 from beside_jit import Programs, both, descend, shape
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 TARGET, AXES = "h100:1x1x5", {"data": 5}
 SIZE, SMALL = 4096, 256

@@ -9,8 +9,7 @@ an eighth of it. shardfn moves each axis by an all-to-all.
 
 import jax
 from beside_jit import Programs, shape
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import shardfn
 

@@ -14,8 +14,7 @@ import re
 import jax
 import jax.numpy as jnp
 from beside_jit import Programs, both, shape
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, PartitionSpec as P
 
 TARGET, AXES = "tpu:v5e:2x2", {"data": 4}
 SIZE, SMALL = 256, 128

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
-from best import FOLDER as BEST
-from best import Best
+from best import FOLDER as BEST, Best
 from config import Config, ConfigError, to_json
 from data import Packed
 from jax.errors import JaxRuntimeError

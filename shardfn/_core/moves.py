@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shardfn._core.limits import REGROUP_PERMUTES
-from shardfn._core.move import Message
-from shardfn._core.move import Move as Move
+from shardfn._core.move import Message, Move as Move
 from shardfn._core.quantized import Quantized
 from shardfn._core.regrouping import Regrouping
 from shardfn._core.sharding import (

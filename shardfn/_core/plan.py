@@ -46,8 +46,7 @@ class Reshard:
       together: what the first of several neighbours makes that are one collective.
       used_first: of a gather in a loop: its first products use it (`first_gathers`).
       in_turn: of another there: what it waits for is used only when it can begin.
-      padded: the dimension along which the value is smaller than `shape`, if one is;
-        along one that a sum scatters each device's part of it is.
+      padded: the dimension where the value, or a device's part of a sum, is smaller.
       cause: what it is for; no part of what plans are compared by.
       notes: what passes did to it, no part of that either.
     """

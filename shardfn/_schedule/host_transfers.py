@@ -1,9 +1,8 @@
 """How leaves that live in the host's memory come to the device and go back.
 
 In: a plan that takes every leaf for one in the device's memory. Out: the same with
-copies between the memories: of whole leaves where an operation needs a whole one; block
-by block where only pointwise operations read a leaf and write the new one, as in an
-optimizer.
+copies between the memories: of whole leaves where an operation needs a whole one, else
+block by block, where only pointwise operations read and write it, as in an optimizer.
 """
 
 import itertools

@@ -8,10 +8,11 @@ Imports `_core`.
 from shardfn.analysis import targets as targets
 from shardfn.analysis.collective import Collective as Collective
 from shardfn.analysis.plan import Plan as Plan
-from shardfn.analysis.report import Report as Report
-from shardfn.analysis.report import compare as compare
-from shardfn.analysis.verification import LineCheck as LineCheck
-from shardfn.analysis.verification import Verification as Verification
+from shardfn.analysis.report import Report as Report, compare as compare
+from shardfn.analysis.verification import (
+    LineCheck as LineCheck,
+    Verification as Verification,
+)
 
 __all__ = [
     "Collective",

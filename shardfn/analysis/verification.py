@@ -15,8 +15,8 @@ from shardfn.analysis._line_check import (
     ALL_REDUCED,
     MEANING,
     PRESENT,
+    LineCheck as LineCheck,
 )
-from shardfn.analysis._line_check import LineCheck as LineCheck
 from shardfn.analysis._text import size_text
 
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import jax
 from jax.extend.core import JaxprEqn
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from shardfn._core.compat import primitives
 from shardfn._core.make_rule import make_rule

@@ -31,8 +31,7 @@ from shardfn.storage._mesh_context import (
 )
 from shardfn.storage._padding import to_stored, to_whole
 from shardfn.storage._stored_array import StoredArray, stored_array
-from shardfn.storage._stored_layout import StoredLayout
-from shardfn.storage._stored_layout import axes_over as axes_over
+from shardfn.storage._stored_layout import StoredLayout, axes_over as axes_over
 
 
 @dataclass(frozen=True, slots=True)

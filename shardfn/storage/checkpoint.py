@@ -29,11 +29,9 @@ from shardfn._core.leaves import Leaf
 from shardfn._core.limits import CHUNK_BYTES
 from shardfn._core.static_leaves import close_static, open_static
 from shardfn.storage import _damage, _write_failures
-from shardfn.storage._checkpoint_errors import CheckpointError as CheckpointError
 from shardfn.storage._checkpoint_errors import (
+    CheckpointError as CheckpointError,
     DamagedCheckpointError as DamagedCheckpointError,
-)
-from shardfn.storage._checkpoint_errors import (
     check_devices,
     check_extra,
     check_leaves,

@@ -39,8 +39,7 @@ from shardfn.storage._leaves import is_text, leaves_of
 from shardfn.storage._load_safetensors import load_safetensors as load_safetensors
 from shardfn.storage._placement import HasStorage
 from shardfn.storage._stored_array import stored_array
-from shardfn.storage._tensor_files import DTYPES
-from shardfn.storage._tensor_files import LoadError as LoadError
+from shardfn.storage._tensor_files import DTYPES, LoadError as LoadError
 
 __all__ = [
     "ExportError",

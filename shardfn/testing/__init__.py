@@ -4,7 +4,9 @@ In: a plain step and a sharded one. Out: an error that names the leaf in which t
 differ. Imports every package.
 """
 
-from shardfn.testing.parity import assert_parity as assert_parity
-from shardfn.testing.parity import assert_same as assert_same
+from shardfn.testing.parity import (
+    assert_parity as assert_parity,
+    assert_same as assert_same,
+)
 
 __all__ = ["assert_parity", "assert_same"]

@@ -5,8 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from shardfn.analysis import targets
 from shardfn.analysis._heap_size import compiled_with_heap, heap_size

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import pytest
 from compilers import aot
 from plan_helpers import cpu_mesh
-from test_hlo_text import ADD as ADDER
-from test_hlo_text import module
+from test_hlo_text import ADD as ADDER, module
 
 import shardfn
 from shardfn.analysis import targets

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import pytest
 from compilers import aot
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from shardfn.analysis import targets
 from shardfn.analysis._hlo import read_collectives

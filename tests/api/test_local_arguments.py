@@ -13,8 +13,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, PartitionSpec as P
 
 import shardfn
 

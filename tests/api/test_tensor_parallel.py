@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 from compilers import aot
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from plan_helpers import (
     CPU_MERGES_GATHERS,
     Moves,

@@ -7,8 +7,7 @@ from config import ConfigError, DataConfig
 from data import Share, heldout_batches, pack, training_batches, unigram_entropy
 from documents import DataError, drop_repeats, load_documents, paragraphs, split
 from tokens import Bytes, load_tokenizer
-from train_tokenizer import Config as TokenizerConfig
-from train_tokenizer import main as train_tokenizer
+from train_tokenizer import Config as TokenizerConfig, main as train_tokenizer
 
 TEXTS = {"a": "abcdefg", "b": "hijklmnopqrstu", "c": "vwxyz"}
 

@@ -24,8 +24,7 @@ from config import (
     from_json,
     with_preset,
 )
-from evaluate import Heldout
-from evaluate import main as measure_run
+from evaluate import Heldout, main as measure_run
 from loop import Diverged
 from machine import give_up, wait_for_first
 from models import count_parameters, make_model

@@ -24,7 +24,4 @@ from . import (  # noqa: F401  fills the registry
     steps,
     transformers,
 )
-from ._program import Noisy as Noisy
-from ._program import Program as Program
-from ._program import get as get
-from ._program import names as names
+from ._program import Noisy as Noisy, Program as Program, get as get, names as names

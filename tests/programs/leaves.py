@@ -5,8 +5,7 @@ arrays, sizes that data decide, calls to the host, kernels, random loops.
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import checkify
-from jax.experimental import pallas as pl
+from jax.experimental import checkify, pallas as pl
 
 from ._data import ROWS, vectors
 from ._program import Program, register

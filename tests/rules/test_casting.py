@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from harness import equation_of, integers
 from jax import lax
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 from table import Row, table
 
 from shardfn._core.rule_registry import LocalOp, rule_of, run_local

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from plan_helpers import cpu_mesh, emitted_moves, planned_moves, shard_fn
-from test_reshard_after_forward import ROWS, UNROLLED, run
-from test_reshard_after_forward import train as tiny
+from test_reshard_after_forward import ROWS, UNROLLED, run, train as tiny
 
 from shardfn._core import compat
 from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard

@@ -19,8 +19,7 @@ from shardfn._core.barrier import unfused_p
 from shardfn._core.errors import where
 from shardfn._core.plan import Apply, BodyPlan
 from shardfn._core.program import Program
-from shardfn._schedule import duplicate_producers as duplication
-from shardfn._schedule import host_transfers
+from shardfn._schedule import duplicate_producers as duplication, host_transfers
 from shardfn.analysis import targets
 from shardfn.analysis._heap_size import compiled_with_heap
 from shardfn.testing import assert_parity

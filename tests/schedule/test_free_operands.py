@@ -14,8 +14,7 @@ import programs
 import pytest
 from jax.lax import dot_general_p
 from plan_helpers import cpu_mesh, walk
-from sharded_and_plain import assert_parity as same_program
-from sharded_and_plain import make_mesh
+from sharded_and_plain import assert_parity as same_program, make_mesh
 from tiers import tiered
 
 import shardfn

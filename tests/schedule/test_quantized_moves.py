@@ -14,8 +14,7 @@ import optax
 import pytest
 from compilers import aot
 from jax import lax
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, PartitionSpec as P
 from layered import ROWS, STATE, UNROLLED, train
 from plan_helpers import cpu_mesh, run, shard_fn, walk
 

@@ -20,8 +20,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
-from sharded_and_plain import MESHES
-from sharded_and_plain import make_mesh as _make_mesh
+from sharded_and_plain import MESHES, make_mesh as _make_mesh
 
 import shardfn
 from shardfn._core import processes

@@ -10,8 +10,7 @@ import drawn
 import jax
 import optax
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 import shardfn
 from shardfn.storage.checkpoint import Checkpoints

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from shardfn._core.sharding import Axes, Split, flat, local_shape
 from shardfn.storage._layout import choose_dim, layouts

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import PartitionSpec as P
-from jax.sharding import reshard
+from jax.sharding import PartitionSpec as P, reshard
 
 import shardfn
 

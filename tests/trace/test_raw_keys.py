@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.extend.random import threefry_2x32
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, PartitionSpec as P
 
 import shardfn
 from shardfn._trace.jaxpr_to_program import make_program

@@ -9,13 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-from jax import core as core_types
-from jax import numpy as jnp
-from jax._src import config as _config
-from jax._src import core as _core
-from jax._src import dtypes as _dtypes
-from jax._src.interpreters import mlir as _mlir
-from jax._src.interpreters import pxla as _pxla
+from jax import core as core_types, numpy as jnp
+from jax._src import config as _config, core as _core, dtypes as _dtypes
+from jax._src.interpreters import mlir as _mlir, pxla as _pxla
 
 from shardfn._core.compat.platforms import bound_platform, dtypes_without_sum
 

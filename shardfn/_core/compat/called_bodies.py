@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax import lax
-from jax import numpy as jnp
+from jax import lax, numpy as jnp
 from jax._src import core as _core
 from jax._src.interpreters import mlir as _mlir
 from jax.extend import core

@@ -7,8 +7,7 @@ import dataclasses
 import re
 from typing import Any
 
-from jax._src import core as _core
-from jax._src import pmap as _private_pmap
+from jax._src import core as _core, pmap as _private_pmap
 from jax._src.interpreters import batching as _batching
 from jax.extend.core import JaxprEqn
 

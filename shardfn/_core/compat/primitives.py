@@ -9,8 +9,7 @@ import importlib
 import jax
 from jax._src.cudnn import fused_attention_stablehlo as _fused_attention
 from jax.extend import random as _extend_random
-from jax.extend.core import JaxprEqn, Primitive
-from jax.extend.core import primitives as _primitives
+from jax.extend.core import JaxprEqn, Primitive, primitives as _primitives
 
 scan_p = _primitives.scan_p
 while_p = _primitives.while_p

@@ -9,8 +9,7 @@ from collections.abc import Hashable, Iterator
 from typing import Any
 
 import jax
-from jax._src import config as _config
-from jax._src import core as _core
+from jax._src import config as _config, core as _core
 from jax.sharding import AxisType
 
 HIDING_FLAGS = ("jax_scan3", "jax_remat3", "jax_custom_vjp3", "jax_custom_jvp3")

@@ -5,7 +5,9 @@ it runs (`collectives`), and when its operations would run at best (`play`).
 """
 
 from shardfn.analysis._hlo.collective import HloCollective as HloCollective
-from shardfn.analysis._hlo.collectives import overlapped_bytes as overlapped_bytes
-from shardfn.analysis._hlo.collectives import read_collectives as read_collectives
-from shardfn.analysis._hlo.collectives import tally as tally
-from shardfn.analysis._hlo.collectives import wire_bytes as wire_bytes
+from shardfn.analysis._hlo.collectives import (
+    overlapped_bytes as overlapped_bytes,
+    read_collectives as read_collectives,
+    tally as tally,
+    wire_bytes as wire_bytes,
+)
