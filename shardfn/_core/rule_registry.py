@@ -104,6 +104,8 @@ class _Entry:
 
 
 _registry: dict[Primitive, _Entry] = {}
+_by_name: dict[str, _Entry] = {}
+"""Those of primitives in modules of JAX that nobody may have imported."""
 
 
 def register_rule(
@@ -137,6 +139,30 @@ def register_rule(
     return register
 
 
+def register_rule_of(
+    name: str, local: LocalFn = LocalOp.bind
+) -> Callable[[AnyRule], AnyRule]:
+    """The same of a primitive by its name: its module is not imported for it.
+
+    Args:
+      name: of the primitive.
+      local: as of `register_rule`.
+
+    Returns:
+      A decorator, as `register_rule` does.
+    """
+
+    def register(rule: AnyRule) -> AnyRule:
+        _by_name[name] = _Entry(rule, local)
+        return rule
+
+    return register
+
+
+def _entry_of(primitive: Primitive) -> _Entry | None:
+    return _registry.get(primitive) or _by_name.get(primitive.name)
+
+
 def rule_of(eqn: JaxprEqn) -> OpShardingRule | None:
     """Looks up what is registered.
 
@@ -146,15 +172,17 @@ def rule_of(eqn: JaxprEqn) -> OpShardingRule | None:
     Returns:
       The rule of the equation, or None if it has none.
     """
-    entry = _registry.get(eqn.primitive)
+    entry = _entry_of(eqn.primitive)
     return entry.rule(eqn) if entry else None
 
 
 def is_registered(primitive: Primitive) -> bool:
     """Whether equations of a primitive have rules, though perhaps not all of them."""
-    return primitive in _registry
+    return _entry_of(primitive) is not None
 
 
 def run_local(op: LocalOp, *operands: jax.Array) -> Sequence[jax.Array]:
     """Runs one op on one device's blocks."""
-    return _registry[op.eqn.primitive].local(op, *op.with_own_groups(operands))
+    entry = _entry_of(op.eqn.primitive)
+    assert entry is not None
+    return entry.local(op, *op.with_own_groups(operands))

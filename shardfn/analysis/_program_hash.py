@@ -38,15 +38,17 @@ def operations_hash(jaxpr: Any) -> str:
     return hashlib.sha256(names.encode()).hexdigest()[:16]
 
 
-def _operations(jaxpr: Any) -> Iterator[str]:
+def _operations(jaxpr: Any, in_kernel: bool = False) -> Iterator[str]:
+    """Names, in order; of a kernel, whose values are in references, as it is."""
     for eqn in jaxpr.eqns:
-        inlined = compat.inlined_body(eqn)
+        inlined = None if in_kernel else compat.inlined_body(eqn)
         if inlined is not None:  # such as a call of a jitted function
             yield from _operations(compat.open_jaxpr(inlined)[0])
             continue
         yield eqn.primitive.name
         for body in jaxprs_in_params(eqn.params):
-            yield from ("(", *_operations(body), ")")
+            is_kernel = in_kernel or compat.takes_refs(body)
+            yield from ("(", *_operations(body, is_kernel), ")")
 
 
 def listing_of(program: Program) -> Iterator[str]:

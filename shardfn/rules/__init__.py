@@ -6,26 +6,33 @@ Custom primitives. Imports `_core`.
 """
 
 from shardfn._core.make_rule import make_rule as make_rule
-from shardfn._core.op_sharding_rule import OpShardingRule as OpShardingRule
-from shardfn._core.op_sharding_rule import factor_names as factor_names
-from shardfn._core.rule_registry import LocalOp as LocalOp
-from shardfn._core.rule_registry import register_rule as register_rule
-from shardfn._core.rule_registry import rule_of as rule_of
-from shardfn.rules import casting as casting
-from shardfn.rules import contraction as contraction
-from shardfn.rules import elementwise as elementwise
-from shardfn.rules import fused_attention as fused_attention
-from shardfn.rules import indexing as indexing
-from shardfn.rules import linalg as linalg
-from shardfn.rules import owned_rows as owned_rows
-from shardfn.rules import quantized as quantized
-from shardfn.rules import random as random
-from shardfn.rules import rearranging as rearranging
-from shardfn.rules import reduction as reduction
-from shardfn.rules import reshape as reshape
-from shardfn.rules import slicing as slicing
-from shardfn.rules import sorting as sorting
-from shardfn.rules import windowed as windowed
+from shardfn._core.op_sharding_rule import (
+    OpShardingRule as OpShardingRule,
+    factor_names as factor_names,
+)
+from shardfn._core.rule_registry import (
+    LocalOp as LocalOp,
+    register_rule as register_rule,
+    rule_of as rule_of,
+)
+from shardfn.rules import (
+    casting as casting,
+    contraction as contraction,
+    elementwise as elementwise,
+    fused_attention as fused_attention,
+    indexing as indexing,
+    linalg as linalg,
+    owned_rows as owned_rows,
+    pallas_calls as pallas_calls,
+    quantized as quantized,
+    random as random,
+    rearranging as rearranging,
+    reduction as reduction,
+    reshape as reshape,
+    slicing as slicing,
+    sorting as sorting,
+    windowed as windowed,
+)
 from shardfn.rules._factors import fresh_names as fresh_names
 from shardfn.rules.elementwise import elementwise_rule as elementwise_rule
 from shardfn.rules.kernels import partition_like as partition_like

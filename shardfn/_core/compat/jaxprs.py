@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 from jax._src.state import discharge as _discharge
+from jax._src.state.types import AbstractRef as _AbstractRef
 from jax.extend import core
 from jax.extend.core import JaxprEqn
 from jax.interpreters import partial_eval as _partial_eval
@@ -63,6 +64,11 @@ def without_dead_code(closed: Any) -> Any:
         jaxpr, [True] * len(jaxpr.outvars), instantiate=True
     )
     return jaxpr if hasattr(jaxpr, "consts") else core.ClosedJaxpr(jaxpr, consts)
+
+
+def takes_refs(jaxpr: Any) -> bool:
+    """Whether arguments of a jaxpr are references, as those of a kernel are."""
+    return any(isinstance(v.aval, _AbstractRef) for v in jaxpr.invars)
 
 
 def without_refs(closed: Any) -> Any:
