@@ -96,13 +96,13 @@ def verify(
     _match(needs, supplies, _is_same, named=False)
     match_concatenated(needs, folds, supplies)
     _match(needs, supplies, _is_like, named=False)
-    match_tiled(needs, supplies)
+    match_tiled(needs, supplies, platform)
     _match(needs, supplies, _is_any, named=True)
     checks = tuple(
         _check(need, scales.get(i), needs, platform) for i, need in enumerate(lines)
     )
     extra = (replace(s.collective, times=s.runs) for s in supplies if s.runs)
-    return Verification(checks, tuple(extra), automatic)
+    return Verification(checks, tuple(extra), automatic, platform)
 
 
 def _repeats_last(needs: Sequence[Need]) -> list[Need]:
@@ -156,6 +156,8 @@ def _match(
     for need in needs:
         by.setdefault(need.line.name if named else need.key, []).append(need)
     for supply in supplies:
+        if not supply.runs:
+            continue
         keys = sorted(supply.names) if named else supply.keys
         able = [need for key in keys for need in by.get(key, ())]
         # Those of which nothing is found yet come first: a compiler may join several.

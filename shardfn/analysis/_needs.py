@@ -159,7 +159,18 @@ def status_of(need: Need, found: HloCollective) -> str:
         return REWRITTEN
     if not is_op(need, found):
         return ALL_REDUCED if sums_whole(found) else REWRITTEN
-    size = found.bytes / elements if elements else need.bytes
-    if abs(size - need.bytes) < SAME_SIZE * size:
+    if has_width(need, found):
         return PRESENT
-    return WIDENED if size > need.bytes else NARROWED
+    return WIDENED if _width(need, found) > need.bytes else NARROWED
+
+
+def has_width(need: Need, found: HloCollective) -> bool:
+    """Whether its elements take as many bytes as the line's."""
+    size = _width(need, found)
+    return abs(size - need.bytes) < SAME_SIZE * size
+
+
+def _width(need: Need, found: HloCollective) -> float:
+    """Bytes of an element of the line's, as it moves."""
+    elements = elements_of(need, found)
+    return found.bytes / elements if elements else need.bytes

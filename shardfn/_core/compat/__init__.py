@@ -76,6 +76,7 @@ from shardfn._core.compat.meshes import (
     without_mesh as without_mesh,
 )
 from shardfn._core.compat.platforms import (
+    all_reduces_little as all_reduces_little,
     automatic_axes as automatic_axes,
     bound_platform as bound_platform,
     distributed_client as distributed_client,

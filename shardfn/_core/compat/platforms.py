@@ -115,6 +115,12 @@ def scatters_tiles(platform: str) -> bool:
     return platform == "tpu"
 
 
+def all_reduces_little(platform: str) -> bool:
+    """Whether the compiler all-reduces what it should gather if that is a few
+    kilobytes, such as a norm's scale: for TPUs it does."""
+    return platform == "tpu"
+
+
 def sums_in_pieces(device: Any) -> bool:
     """Whether the compiler reduce-scatters rows in pieces over a slice that is four
     devices long in each of three directions, and all-reduces those that do not come out
