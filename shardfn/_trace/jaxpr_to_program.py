@@ -1,10 +1,9 @@
 """From a jaxpr to a `Program`: calls inlined, equal equations merged.
 
-In: a closed jaxpr. Out: a `Program` without dead equations; control flow
-holds programs of its own.
+In: a closed jaxpr. Out: a `Program` without dead equations, control flow with its own.
 
-Calls are inlined because XLA inlines them too: two gathers of one parameter, one in
-each call, would be merged behind the plan's back.
+Calls are inlined as XLA inlines them: two gathers of one parameter, one in each call,
+would be merged behind the plan's back.
 """
 
 from collections.abc import Hashable, Sequence
@@ -28,6 +27,7 @@ from shardfn._trace.literal_values import (
 )
 from shardfn._trace.node_kinds import kind_of, may_merge
 from shardfn._trace.passes import Argument, mark_passes
+from shardfn._trace.platform_branches import branch_on
 from shardfn._trace.row_joins import cuts_alike, joins_alike
 from shardfn._trace.row_shifts import Pieces
 from shardfn._trace.row_windows import Windows, cuts_most
@@ -224,7 +224,7 @@ class _Values:
         """A jaxpr in place of `eqn`, in a form that can be split, and its operands."""
         zeros = [self.zeros.kind(atom) == ZERO for atom in operands]
         return (
-            compat.platform_branch(eqn, operands, self.builder.platform)
+            branch_on(eqn, operands, self.builder.platform)
             or self.zeros.selected(eqn, operands)
             or self.counts.batched(eqn, operands)
             or self.pieces.shifted(eqn, operands, zeros)

@@ -9,6 +9,7 @@ from jax.extend.core import JaxprEqn
 
 from shardfn._core.compat import beta_types_vary, primitives
 from shardfn._core.make_rule import make_rule
+from shardfn._core.one_platform import only_on_p
 from shardfn._core.op_sharding_rule import OpShardingRule, factor_names
 from shardfn._core.rule_registry import register_rule
 from shardfn._core.sizes import keeps_numbers
@@ -66,7 +67,7 @@ def _nonlinear(eqn: JaxprEqn) -> OpShardingRule:
     return elementwise_rule(eqn)
 
 
-@register_rule(*primitives(*_EACH.split()))
+@register_rule(only_on_p, *primitives(*_EACH.split()))
 def _each(eqn: JaxprEqn) -> OpShardingRule:
     """`a b, a b -> a b`, linear in every operand by itself."""
     return elementwise_rule(eqn, "each")

@@ -276,7 +276,7 @@ def axes_over(mesh: Mesh, names: tuple[str, ...], control: Control) -> Axes:
         sums_in_pieces=compat.sums_in_pieces(device),
         misjudges_network=compat.misjudges_network(device),
         hides_network=compat.hides_network(device) and slices_of(mesh.devices.flat) > 1,
-        platform=compat.lowered_for(device.platform),
+        platform=compat.lowered_for(device.platform, device.client),
     )
     return replace(axes, groups=tuple(sorted(control.on(axes).groups)))
 

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from plan_helpers import cpu_mesh
 
 import shardfn
 from shardfn.storage._stored_array import stored_array
+from shardfn.testing import assert_parity
 
 X = np.random.default_rng(1).normal(size=(16, 12)).astype(np.float32)
 XS = np.stack([X, X[::-1] / 2, X + 1])
@@ -267,6 +269,49 @@ def test_export(run, stored) -> None:
     assert again.nr_devices == 8
     placed = jax.device_put(X, NamedSharding(run.mesh, P("data")))
     assert_step(run, again.call(stored, placed), jax.jit(step)(STATE, X))
+
+
+def by_platform(x):
+    return jax.lax.platform_dependent(x, cpu=jnp.tanh, tpu=jnp.sin, default=jnp.cos)
+
+
+@jax.custom_vjp
+def by_platform_both_ways(x):
+    return by_platform(x)
+
+
+by_platform_both_ways.defvjp(
+    lambda x: (by_platform(x), x), lambda x, g: (g * by_platform(x),)
+)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        by_platform,
+        by_platform_both_ways,
+        jax.vmap(by_platform),
+        jax.checkpoint(by_platform),
+        lambda x: jax.lax.cond(x.sum() > 0, by_platform, jnp.sin, x),
+        lambda x: jax.lax.fori_loop(0, 3, lambda _, h: by_platform(h), x),
+    ],
+)
+def test_the_branch_of_a_platform_is_lowered_for_no_other(function) -> None:
+    """Of what others run, nothing is known: neither what it reads nor its sums."""
+
+    def step(w, x):
+        loss = lambda w: jnp.square(function(x @ w)).mean()  # noqa: E731
+        value, grad = jax.value_and_grad(loss)(w)
+        return w - grad, value
+
+    args = jnp.ones((6, 5)) / 7, jnp.ones((16, 6))
+    assert_parity(step, cpu_mesh(8), *args, min_size=0)
+    run = shardfn.fully_shard(step, cpu_mesh(8), min_size=0)
+    jax.export.export(jax.jit(run))(*args)
+    assert jax.make_jaxpr(jax.grad(lambda w: run(w, args[1])[1]))(args[0])
+    words = "sharded over cpu devices is lowered for tpu, where .*platform_dependent"
+    with pytest.raises(shardfn.ShardingError, match=words):
+        jax.export.export(jax.jit(run), platforms=["tpu"])(*args)
 
 
 ELSEWHERE = """

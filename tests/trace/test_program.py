@@ -74,7 +74,7 @@ def test_only_the_branch_of_the_platform_is_there(platform, expected) -> None:
     program = make_program(jax.make_jaxpr(fn)(X), platform=platform)
     body = only(program, "scan").bodies[0]
     all_of_them = ["platform_index", "cond"]
-    assert names(body) == ([expected] if expected else all_of_them)
+    assert names(body) == ([expected, "only_on"] if expected else all_of_them)
 
 
 @pytest.mark.parametrize(

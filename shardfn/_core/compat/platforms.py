@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import distributed as _distributed
+from jax._src import distributed as _distributed, xla_bridge as _xla_bridge
 from jax.sharding import AxisType
 
 
@@ -17,9 +17,14 @@ def platform_of(compiled: jax.stages.Compiled) -> str:
     return next((d.platform for end in ends for d in end.device_set), "")
 
 
-def lowered_for(platform: str) -> str:
-    """What lowering calls a platform."""
-    return {"gpu": "cuda"}.get(platform, platform)
+def lowered_for(platform: str, client: Any = None) -> str:
+    """What lowering calls a platform: of GPUs it tells two, by their client, or by what
+    this process has."""
+    if platform != "gpu":
+        return platform
+    of_process = "rocm" if "rocm" in _xla_bridge.backends() else "cuda"
+    named = getattr(client, "_raw_platform", of_process)
+    return of_process if named == "gpu" else named
 
 
 def merges_gathers(platform: str) -> bool:

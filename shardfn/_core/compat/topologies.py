@@ -19,8 +19,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from shardfn._core.compat.platforms import lowered_for
 
-CUDNN = (9, 11, 0)
-"""The cuDNN of GPUs that are not there: 9.11, which has all that JAX 0.10 to 0.12 ask
+CUDNN = (9, 13, 0)
+"""The cuDNN of GPUs that are not there: 9.13, which has all that JAX 0.10 to 0.12 ask
 for. That of a machine may be older."""
 
 _on_gpus = ContextVar("_on_gpus", default=False)
@@ -52,7 +52,20 @@ def _version_or_assumed(own: Callable[[], int]) -> Callable[[], int]:
 
 
 def _capable_or_assumed(own: Callable[[str], bool]) -> Callable[[str], bool]:
-    return lambda capability: _on_gpus.get() or own(capability)
+    """A GPU of this process is asked; those that are not there are taken for Hopper's
+    or later: what older ones refuse, they refuse when the step is run."""
+
+    def is_capable(capability: str) -> bool:
+        if _on_gpus.get() and not _is_there("gpu"):
+            return True
+        return own(capability)
+
+    return is_capable
+
+
+def _is_there(platform: str) -> bool:
+    """Whether this process has devices of a platform."""
+    return any(c.platform == platform for c in _xla_bridge.backends().values())
 
 
 _fused_attention.check_cudnn_version = _version_or_assumed(
@@ -97,8 +110,8 @@ def without_devices(
 def lower_on(traced: Any, mesh: Mesh) -> jax.stages.Lowered:
     """Lowers what is traced on no devices, to be compiled for those of a mesh."""
     devices = tuple(mesh.devices.flat)
-    platform = devices[0].platform
-    lowered = traced.lower(lowering_platforms=(lowered_for(platform),))
+    platform = lowered_for(devices[0].platform, devices[0].client)
+    lowered = traced.lower(lowering_platforms=(platform,))
     computation = lowered._lowering
     computation.compile_args["backend"] = devices[0].client
     computation._device_list = _pxla._create_device_list(devices)
