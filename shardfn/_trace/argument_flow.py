@@ -110,16 +110,19 @@ class ArgumentFlow:
     def _with_dims(self, position: Position, path: Path) -> list[Update]:
         return self._updated(position, path, dimmed(self.arguments[position]))
 
-    def is_kept(self, position: Position, path: Path) -> bool:
-        """Whether an argument is updated at `path`. An array that is handed on as it
-        is says nothing, nor does a scalar of a tree; one that counts on does."""
+    def is_kept(self, position: Position, path: Path, in_place: bool = False) -> bool:
+        """Whether an argument is updated at `path`, each element where it was, or also
+        elsewhere. An array that is handed on as it is says nothing, nor does a scalar
+        of a tree; one that counts on does."""
         if is_array(self.arguments[position]):
             updated = self._with_dims(position, path)
-            return any(u.updated for u in updated if not u.same or u.written)
-        count = len(jax.tree.leaves(self.arguments[position]))
-        dims = set(dimmed(self.arguments[position]))
-        each = enumerate(self._updated(position, path, range(count)))
-        return any(u.updated for i, u in each if i in dims or not u.same)
+            told = [u for u in updated if not u.same or u.written]
+        else:
+            count = len(jax.tree.leaves(self.arguments[position]))
+            dims = set(dimmed(self.arguments[position]))
+            each = enumerate(self._updated(position, path, range(count)))
+            told = [u for i, u in each if i in dims or not u.same]
+        return any(u.of if in_place else u.updated for u in told)
 
     def is_unchanged(self, position: Position, path: Path) -> bool:
         """Whether an argument is handed on as it is, as far as it has dimensions."""

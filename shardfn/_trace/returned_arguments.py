@@ -39,9 +39,11 @@ def returned_pairs(
     flow: ArgumentFlow, alike: Mapping[Position, Sequence[Path]]
 ) -> dict[Position, Path]:
     """The arguments that come back, and where: those that are updated there, in
-    order; and the first as the first result."""
+    order, in place rather than with their elements elsewhere; and the first as the
+    first result."""
     kept = {
-        p: [path for path in paths if flow.is_kept(p, path)]
+        p: [path for path in paths if flow.is_kept(p, path, in_place=True)]
+        or [path for path in paths if flow.is_kept(p, path)]
         for p, paths in alike.items()
     }
     outermost = [path for paths in kept.values() for path in paths]

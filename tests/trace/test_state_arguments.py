@@ -330,6 +330,21 @@ def test_what_is_updated_in_other_places_is_state(idiom: str) -> None:
     assert shown(meaning(with_momentum, w, w, ones(32, 16))) == "0<-0 1<-1"
 
 
+def test_what_is_updated_in_place_comes_before_what_is_elsewhere() -> None:
+    """A gradient with its penalty, on flat arrays, is no new value of the weights."""
+    ravel = jax.flatten_util.ravel_pytree
+
+    def step(p, m, x):
+        grads = jax.grad(loss)(p, x)
+        flat_grads, unravel = ravel(grads)
+        penalized = unravel(flat_grads + 0.01 * ravel(p)[0])
+        m = jax.tree.map(lambda m, g: 0.9 * m + g, m, grads)
+        return penalized, m, descend(p, grads)
+
+    p = {"w": ones(8, 4), "b": ones(10)}
+    assert shown(meaning(step, p, p, ones(16, 8))) == "0<-2 1<-1"
+
+
 @pytest.mark.parametrize("idiom", IN_OTHER_PLACES)
 def test_rows_that_go_up_a_gradient_in_other_places_are_as_rows_in_theirs(
     idiom: str,
