@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo as fused
+from jax._src.interpreters import mlir as internal_mlir
 from jax.interpreters import mlir
 
 VERSION = 91100
@@ -27,13 +28,17 @@ def cudnn(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(fused, "check_cudnn_version", lambda: VERSION)
     monkeypatch.setattr(fused, "check_compute_capability", lambda capability: True)
     monkeypatch.setattr(fused, "check_layout", lambda *_: None)
+    added: list[Any] = []
     for primitive, run in (
         (fused._dot_product_attention_fwd_p, forward),
         (fused._dot_product_attention_bwd_p, backward),
     ):
         lower = mlir.lower_fun(run, multiple_results=True)
         mlir.register_lowering(primitive, lower, platform="cpu")
+        added.append(primitive)
     yield
+    for primitive in added:
+        del internal_mlir._platform_specific_lowerings["cpu"][primitive]
 
 
 def forward(
@@ -55,15 +60,42 @@ def forward(
 def backward(
     query: Any, key: Any, value: Any, bias: Any, *rest: Any, layout: int, **params: Any
 ) -> list[Any]:
-    """The gradients of query, key, value and of a bias."""
-    cotangent = rest[8]
-
-    def out(query: Any, key: Any, value: Any, bias: Any) -> Any:
-        return forward(query, key, value, bias, *rest[:6], layout=layout, **params)[0]
-
-    found = jax.vjp(out, query, key, value, bias)[1](cotangent)
+    """The gradients of query, key, value and of a bias: of the statistic and the result
+    of the forward pass, as the kernel makes them."""
+    given = (query, key, value, *rest[7:9])
+    query, key, value, out, cotangent = (
+        _heads_first(x, layout).astype(jnp.float32) for x in given
+    )
+    statistic, offsets = rest[6], rest[2]
+    if offsets.ndim == 2:
+        statistic = statistic[:: offsets.shape[1] - 1]
+    times = query.shape[1] // key.shape[1]
+    scores = _scores(query, key, bias, *rest[:4], **params)
+    weights = jnp.exp(scores - statistic[..., None])
+    every_key, every_value = (jnp.repeat(x, times, axis=1) for x in (key, value))
+    of_weights = jnp.einsum("bnth,bnsh->bnts", cotangent, every_value)
+    of_sums = jnp.sum(cotangent * out, axis=-1, keepdims=True)
+    of_scores = weights * (of_weights - of_sums)
+    scale = params["scale"]
+    found = [
+        scale * jnp.einsum("bnts,bnsh->bnth", of_scores, every_key),
+        _of_groups(scale * jnp.einsum("bnts,bnth->bnsh", of_scores, query), times),
+        _of_groups(jnp.einsum("bnts,bnth->bnsh", weights, cotangent), times),
+    ]
+    found = [
+        _heads_first(x, layout).astype(y.dtype)
+        for x, y in zip(found, given[:3], strict=True)
+    ]
     _, has_gradient = params["variadic_args"]
-    return list(found if has_gradient else found[:3])
+    if has_gradient:
+        shared = [d for d in (0, 1) if bias.shape[d] == 1]
+        found.append(of_scores.sum(shared, keepdims=True).astype(bias.dtype))
+    return found
+
+
+def _of_groups(x: Any, times: int) -> Any:
+    """Sums over the heads of queries that share a head of keys."""
+    return x.reshape(x.shape[0], -1, times, *x.shape[2:]).sum(2)
 
 
 def _scores(
