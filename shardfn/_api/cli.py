@@ -182,7 +182,7 @@ def bound_of(text: str) -> int:
     size = bytes_of(text)
     if size < LEAST_MEMORY:
         raise CommandError(
-            f"--memory {text!r} is {size} bytes, in which no step runs "
+            f"--memory {text!r} is {size} bytes, which lacks its unit, it seems "
             "(limits.LEAST_MEMORY).\nWrite a unit: 70GiB or 80GB."
         )
     return size

@@ -13,11 +13,9 @@ from __future__ import annotations
 import functools
 import glob
 import importlib.metadata
-import itertools
 import math
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 
 import jax
@@ -34,6 +32,10 @@ __all__ = ["Target", "devices", "mesh", "missing", "target"]
 _KNOWN = "a100:8, h100:8, h100:64, h200:8, b200:8, tpu:v5e:2x4, tpu:v5p:4x4x4, ..."
 _HOSTS = {"gb200": (4, 18)}
 """GPUs per host, and hosts of a slice, which NVLink connects; 8 and 1 of others."""
+
+
+_SLICES = {"v5e": "2x4", "v6e": "2x4"}
+"""An example of a slice, of chips whose slices have two sides."""
 
 
 def target(name: str) -> Target:
@@ -221,37 +223,15 @@ def _unknown(name: str) -> ValueError:
         if chip in GPUS and name.startswith("tpu:"):
             return ValueError(f"target {name!r} is a GPU.\nWrite {chip}:8 for example.")
         if chip not in GPUS and "x" not in rest and int(rest):
-            shape = _slice_of(chip, int(rest))
             return ValueError(
                 f"target {name!r} has a number of TPUs, whose slices are named by "
-                f"their shape.\nWrite tpu:{chip}:{shape} for {rest}."
+                f"their shape.\nWrite the chips along each side of the slice, as in "
+                f"tpu:{chip}:{_SLICES.get(chip, '2x2x2')}."
             )
     return ValueError(
         f"no compile-only target is called {name!r}. GPUs: {', '.join(GPUS)}; TPUs: "
         f"{', '.join(c for c in DATA_SHEETS if c not in GPUS)}.\nExamples: {_KNOWN}"
     )
-
-
-def _slice_of(chip: str, count: int) -> str:
-    """`"v5p", 64` -> `"4x4x4"`: sides as alike as they can be, the longest last."""
-    sides = [1] * _TORUS.get(chip, 3)
-    for prime in sorted(_primes(count), reverse=True):
-        sides[sides.index(min(sides))] *= prime
-    return "x".join(map(str, sorted(sides)))
-
-
-_TORUS = {"v5e": 2, "v6e": 2}
-"""Dimensions of a slice, of chips whose slices have fewer than three."""
-
-
-def _primes(count: int) -> Iterator[int]:
-    """`12` -> `2, 2, 3`."""
-    for factor in itertools.count(2):
-        if count == 1:
-            return
-        while count % factor == 0:
-            yield factor
-            count //= factor
 
 
 def _hosts(name: str, chip: str, count: str) -> str:

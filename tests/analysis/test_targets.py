@@ -81,7 +81,7 @@ def test_figures(name, tflops, gigabytes, link):
         (
             "v5e:8",
             "target 'v5e:8' has a number of TPUs, whose slices are named by their "
-            "shape.\nWrite tpu:v5e:2x4 for 8.",
+            "shape.\nWrite the chips along each side of the slice, as in tpu:v5e:2x4.",
         ),
         ("tpu:v5p:64", "target 'tpu:v5p:64' has a number of TPUs, whose"),
         ("tpu:h100:2x4", "target 'tpu:h100:2x4' is a GPU.\nWrite h100:8 for example."),

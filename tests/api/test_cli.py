@@ -330,7 +330,7 @@ def test_the_command_line_passes_every_option_on(option: str, monkeypatch) -> No
     [
         (["--memory", "much"], "--memory 'much' is no size."),
         (["--memory=-1GiB"], "--memory '-1GiB' is no size."),
-        (["--memory", "70"], "--memory '70' is 70 bytes, in which no step runs"),
+        (["--memory", "70"], "--memory '70' is 70 bytes, which lacks its unit"),
         (["--memory", "7 parsecs"], "Write 70GiB, 80GB or a number of bytes."),
         (["--compilations", "0"], "--compilations 0: pass one or more."),
         (["--target", "h101:8"], "no compile-only target is called 'h101:8'"),

@@ -454,7 +454,7 @@ def test_memory_is_given_in_words_too() -> None:
 
 @pytest.mark.parametrize("memory", [70, "512KiB"])
 def test_a_bound_without_its_unit_is_refused(memory) -> None:
-    with pytest.raises(ValueError, match=r"bytes, in which no step runs.*'70GiB'"):
+    with pytest.raises(ValueError, match=r"bytes, which lacks its unit.*'70GiB'"):
         shardfn.tune(microbatched, H100, *SHAPES, memory=memory)
 
 

@@ -152,8 +152,8 @@ def _bytes_of(memory: int | str) -> int:
         )
     if size < LEAST_MEMORY:
         raise ValueError(
-            f"memory={memory!r} is {size} bytes, in which no step runs "
-            f"(limits.LEAST_MEMORY): pass a text with a unit, such as '70GiB'."
+            f"memory={memory!r} is {size} bytes, which lacks its unit, it seems "
+            f"(limits.LEAST_MEMORY): pass a text with one, such as '70GiB'."
         )
     return size
 
