@@ -116,13 +116,13 @@ class ArgumentFlow:
         of a tree; one that counts on does."""
         if is_array(self.arguments[position]):
             updated = self._with_dims(position, path)
-            told = [u for u in updated if not u.same or u.written]
+            found = [u for u in updated if not u.same or u.written]
         else:
             count = len(jax.tree.leaves(self.arguments[position]))
             dims = set(dimmed(self.arguments[position]))
             each = enumerate(self._updated(position, path, range(count)))
-            told = [u for i, u in each if i in dims or not u.same]
-        return any(u.of if in_place else u.updated for u in told)
+            found = [u for i, u in each if i in dims or not u.same]
+        return any(u.of if in_place else u.updated for u in found)
 
     def is_unchanged(self, position: Position, path: Path) -> bool:
         """Whether an argument is handed on as it is, as far as it has dimensions."""
