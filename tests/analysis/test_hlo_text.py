@@ -414,6 +414,20 @@ def test_what_the_sparse_cores_of_a_tpu_run(overlapped):
     assert found.overlapped == overlapped
 
 
+def test_what_a_kernel_says_of_itself_takes_several_lines():
+    """As splash attention's block sizes; what comes behind it is of the same body."""
+    line = """%g = f32[8] all-gather(%p), ALL, frontend_attributes={said={
+"sizes":"{\\"block_q\\": 128, \\"x = {\\": 1}"
+}}, metadata={op_name="jit(f)/gather"}
+      %h = f32[64] all-gather(%p), ALL, dimensions={0}, frontend_attributes={said={
+"sizes":"{}"
+}}"""
+    text = module(line.replace("ALL", ALL))
+    text = text.replace("  }}", "}}").replace('  "sizes', '"sizes')
+    found = read_collectives(text)
+    assert [(c.elements, c.op_name) for c in found] == [(8, "jit(f)/gather"), (64, "")]
+
+
 def test_op_name_is_kept():
     line = f'%g = f32[8] all-gather(%p), {ALL}, metadata={{op_name="jit(f)/gather"}}'
     (found,) = read_collectives(module(line))

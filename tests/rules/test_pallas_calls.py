@@ -14,6 +14,7 @@ from table import Row, table
 
 import shardfn
 from shardfn._core.rule_registry import rule_of
+from shardfn.analysis import targets
 from shardfn.testing import assert_parity
 
 MESH = jax.make_mesh((8,), ("data",))
@@ -300,6 +301,61 @@ def test_a_kernel_picks_its_rows_by_numbers_that_come_first() -> None:
     eqn, _ = equation_of(picked, *args, name="pallas_call")
     expected = "a, b c, d (p1 e) f -> g (p1 h) i  whole={a, b, c, d, e, f, g, h, i}"
     assert str(rule_of(eqn)) == expected
+
+
+def flash(*qkv: jax.Array) -> jax.Array:
+    from jax.experimental.pallas.ops.tpu.flash_attention import flash_attention
+
+    return flash_attention(*qkv, causal=True)
+
+
+def splash(*qkv: jax.Array) -> jax.Array:
+    from jax.experimental.pallas.ops.tpu import splash_attention
+
+    size, heads = qkv[0].shape[2], qkv[0].shape[1]
+    causal = splash_attention.CausalMask((size, size))
+    mask = splash_attention.MultiHeadMask([causal] * heads)
+    kernel = splash_attention.make_splash_mha(mask, head_shards=1, q_seq_shards=1)
+    return jax.vmap(kernel)(*qkv)
+
+
+@pytest.mark.aot("tpu:v5p:2x2x1")
+@pytest.mark.parametrize("attend", [flash, splash])
+def test_attention_for_tpus_gathers_weights_and_no_activations(attend: Any) -> None:
+    """JAX's own kernels and their derivatives, as libtpu compiles them."""
+    layers, heads, size, width = 3, 2, 256, 128
+
+    def layer(x: jax.Array, weights: Any) -> tuple[jax.Array, None]:
+        def by_heads(name: str) -> jax.Array:
+            y = (x @ weights[name]).reshape(*x.shape[:2], heads, width)
+            return y.swapaxes(1, 2)
+
+        out = attend(*map(by_heads, "qkv")).swapaxes(1, 2).reshape(x.shape)
+        return x + out @ weights["o"], None
+
+    def step(state: Any, x: jax.Array) -> Any:
+        def loss(state: Any) -> jax.Array:
+            low = jax.tree.map(lambda w: w.astype(jnp.bfloat16), state)
+            out, _ = jax.lax.scan(jax.checkpoint(layer), x.astype(jnp.bfloat16), low)
+            return jnp.square(out.astype(jnp.float32)).mean()
+
+        value, grads = jax.value_and_grad(loss)(state)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, state, grads), value
+
+    model = heads * width
+    shape = jax.ShapeDtypeStruct((layers, model, model), jnp.float32)
+    args = (
+        dict.fromkeys("qkvo", shape),
+        jax.ShapeDtypeStruct((8, size, model), jnp.float32),
+    )
+    sharded = shardfn.fully_shard(step, targets.mesh("tpu:v5p:2x2x1"), min_size=0)
+    plan = sharded.plan(*args)
+    gathered = [c for c in plan.collectives if c.op == "all_gather"]
+    assert {c.path for c in gathered} == {*"qkvo"}
+    assert {c.op for c in plan.collectives} <= {
+        *("all_gather", "psum_scatter", "all_reduce")
+    }
+    assert plan.verify(sharded.lower(*args).compile()).ok
 
 
 def test_a_kernel_that_loops_once_is_planned() -> None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 _HEADER = re.compile(r"^\s*(ENTRY\s+)?%?([^\s(=]+)\s*(\(.*)?\{\s*$")
-_NAME = re.compile(r"^\s*(ROOT\s+)?%?([^\s=]+) = ")
+_END = re.compile(r'\s*\}\s*(,\s*execution_thread="[^"]*"\s*)?$')
+_NAME = re.compile(r'^\s*(ROOT\s+)?%?([^\s="{}]+) = ')
 _COMMENT = re.compile(r"/\*.*?\*/")
 _OPERAND = re.compile(r"%?([\w.\-~]+)$")
 _CALL = re.compile(
@@ -97,21 +98,19 @@ def parse_module(text: str) -> Module:
     """Reads the text of one HLO module, as `Compiled.as_text()` prints it."""
     computations: dict[str, Computation] = {}
     entry = name = None
-    lines: dict[str, Instruction] = {}
-    root: Instruction | None = None
+    lines: list[str] = []
     for line in text.splitlines():
         if name is None:
             if header := _HEADER.match(line):
-                name, lines, root = header[2], {}, None
+                name, lines = header[2], []
                 entry = name if header[1] else entry
-        elif line.lstrip().startswith("}"):
-            last = root if root is not None else next(reversed(lines.values()))
-            computations[name] = Computation(name, lines, last)
+        elif _END.match(line):
+            computations[name] = _computation(name, lines)
             name = None
-        elif match := _NAME.match(line):
-            instr = _instruction(match[2], _COMMENT.sub("", line[match.end() :]))
-            lines[instr.name] = instr
-            root = instr if match[1] else root
+        elif _NAME.match(line):
+            lines.append(line)
+        elif lines:  # text that a kernel has with it may take several lines
+            lines[-1] += line
     if entry is None:
         raise ValueError("this is not the text of an HLO module: it has no ENTRY.")
     aliased = re.findall(r"\{(\d+)\}: \(\d+, ", text[: text.find("\n")])
@@ -153,6 +152,19 @@ def has_matmul(instr: Instruction, module: Module) -> bool:
         return True
     inner = module.called(instr)
     return any(has_matmul(i, module) for c in inner for i in c.instructions.values())
+
+
+def _computation(name: str, lines: Sequence[str]) -> Computation:
+    instructions: dict[str, Instruction] = {}
+    root: Instruction | None = None
+    for line in lines:
+        match = _NAME.match(line)
+        assert match is not None
+        instr = _instruction(match[2], _COMMENT.sub("", line[match.end() :]))
+        instructions[instr.name] = instr
+        root = instr if match[1] else root
+    last = root if root is not None else next(reversed(instructions.values()))
+    return Computation(name, instructions, last)
 
 
 def _instruction(name: str, text: str) -> Instruction:
