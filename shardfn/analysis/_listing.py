@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 
 from shardfn._core.automatic_axes import part_shape
 from shardfn._core.control import Control
-from shardfn._core.errors import where
 from shardfn._core.host_values import copies_itself
 from shardfn._core.leaves import Leaf, Names, leaf_name, names_text
 from shardfn._core.line_names import line_name
@@ -35,6 +34,7 @@ from shardfn.analysis._replicated import work_of
 from shardfn.analysis._surroundings import ALONE, Surroundings
 from shardfn.analysis._text import shape_text
 from shardfn.analysis._times import Times
+from shardfn.analysis._users import users_of
 from shardfn.analysis.collective import Collective
 from shardfn.analysis.host_transfer import host_leaves, host_transfers
 from shardfn.analysis.plan import Plan
@@ -189,7 +189,7 @@ def _walk(
 ) -> Iterator[Line]:
     """Every collective that runs, `times` times if not `counted`, and the bytes of the
     parameters that it gathers."""
-    users, first = _users(program, body), computed_alike(program, at.alike)
+    users, first = users_of(program, body), computed_alike(program, at.alike)
     for index, step in enumerate(body.steps):
         if isinstance(step, Reshard):
             runs = times if counted is None else counted.get((at.place, index))
@@ -295,25 +295,3 @@ def _joined(lines: Sequence[Line]) -> Line:
         unrolled=frozenset.intersection(*(line.unrolled for line in each)),
     )
     return line, gathered
-
-
-def _users(program: Program, body: BodyPlan) -> dict[Ref, tuple[str, str]]:
-    """Per version: the source line that first needs it, and the primitive if it is
-    there only because that has no rule."""
-    users: dict[Ref, tuple[str, str]] = {}
-    made_by = {v: node for node in program.nodes for v in node.outputs}
-    for step in body.steps:
-        if isinstance(step, Reshard):
-            if step.source.version == 0 and step.result not in users:
-                if step.source.value in made_by:
-                    eqn = made_by[step.source.value].eqn
-                    users[step.result] = (where(eqn), "")
-            continue
-        place = None
-        for ref in step.operands:
-            if ref is None or ref.version == 0:
-                continue
-            if ref not in users or step.fallback:
-                place = place or where(program.nodes[step.node].eqn)
-                users[ref] = (place, step.primitive if step.fallback else "")
-    return users

@@ -353,6 +353,48 @@ def test_fallbacks() -> None:
     assert f"of which {line.wire_bytes} B only for want of a rule" in str(plan)
 
 
+@jax.custom_vjp
+def own_backward(x):
+    return 2 * opaque_p.bind(x)
+
+
+own_backward.defvjp(lambda x: (own_backward(x), None), lambda _, g: (g,))
+
+
+@jax.custom_jvp
+def own_tangent(x):
+    return 2 * opaque_p.bind(x)
+
+
+own_tangent.defjvp(lambda x, t: (own_tangent(*x), t[0]))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        own_backward,
+        own_tangent,
+        jax.jit(opaque_p.bind),
+        jax.jit(own_backward),
+        jax.checkpoint(own_tangent),
+        lambda x: jax.lax.scan(lambda h, _: (own_backward(h), None), x, None, 3)[0],
+        lambda x: jax.lax.cond(x.sum() > 0, own_backward, jnp.sin, x),
+    ],
+)
+def test_fallbacks_in_functions(function) -> None:
+    """The gather may be in front of the function: what its body needs is known."""
+
+    def step(w, x):
+        return w * 2.0, function(x @ w)
+
+    with pytest.warns(shardfn.UnsupportedPrimitiveWarning, match="'opaque'"):
+        plan = plan_of(step, (16, 16), (16, 16))
+    assert {line.fallback for line in plan.fallbacks} == {"opaque"}
+    assert all(re.match(r"test_plan\.py:\d+ ", c.place) for c in plan.fallbacks)
+    with pytest.raises(shardfn.ShardingError, match="'opaque' has no op sharding rule"):
+        plan_of(step, (16, 16), (16, 16), strict=True)
+
+
 def test_the_warning_says_where_and_how_much() -> None:
     with pytest.warns(shardfn.UnsupportedPrimitiveWarning) as caught:
         plan_of(opaque, (16, 16), (16, 16))
