@@ -319,10 +319,28 @@ def splash(*qkv: jax.Array) -> jax.Array:
     return jax.vmap(kernel)(*qkv)
 
 
-@pytest.mark.aot("tpu:v5p:2x2x1")
-@pytest.mark.parametrize("attend", [flash, splash])
-def test_attention_for_tpus_gathers_weights_and_no_activations(attend: Any) -> None:
-    """JAX's own kernels and their derivatives, as libtpu compiles them."""
+def of_triton(*qkv: jax.Array) -> jax.Array:
+    from jax.experimental.pallas.ops.gpu.attention import mha
+
+    rows = (x.swapaxes(1, 2) for x in qkv)
+    return mha(*rows, None, causal=True).swapaxes(1, 2)
+
+
+TPUS, GPUS = "tpu:v5p:2x2x1", "h100:4"
+
+
+@pytest.mark.filterwarnings("ignore:.*tokamax:DeprecationWarning")
+@pytest.mark.parametrize(
+    "target, attend",
+    [
+        pytest.param(target, attend, marks=pytest.mark.aot(target))
+        for target, attend in ((TPUS, flash), (TPUS, splash), (GPUS, of_triton))
+    ],
+)
+def test_attention_gathers_weights_and_no_activations(
+    target: str, attend: Callable[..., jax.Array]
+) -> None:
+    """JAX's own kernels and their derivatives, as compilers make them."""
     layers, heads, size, width = 3, 2, 256, 128
 
     def layer(x: jax.Array, weights: Any) -> tuple[jax.Array, None]:
@@ -348,7 +366,7 @@ def test_attention_for_tpus_gathers_weights_and_no_activations(attend: Any) -> N
         dict.fromkeys("qkvo", shape),
         jax.ShapeDtypeStruct((8, size, model), jnp.float32),
     )
-    sharded = shardfn.fully_shard(step, targets.mesh("tpu:v5p:2x2x1"), min_size=0)
+    sharded = shardfn.fully_shard(step, targets.mesh(target), min_size=0)
     plan = sharded.plan(*args)
     gathered = [c for c in plan.collectives if c.op == "all_gather"]
     assert {c.path for c in gathered} == {*"qkvo"}
