@@ -329,7 +329,7 @@ def of_triton(*qkv: jax.Array) -> jax.Array:
 TPUS, GPUS = "tpu:v5p:2x2x1", "h100:4"
 
 
-@pytest.mark.filterwarnings("ignore:.*tokamax:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Pallas on Triton
 @pytest.mark.parametrize(
     "target, attend",
     [
