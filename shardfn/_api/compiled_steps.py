@@ -258,9 +258,10 @@ class Programs:
         """What `traced` returned, lowered, of a state of these leaves."""
         mesh = self.storage.mesh
         try:
-            if self.is_described(leaves):
-                return compat.lower_on(traced, mesh)
-            return traced.lower()
+            with compat.device_known(mesh):
+                if self.is_described(leaves):
+                    return compat.lower_on(traced, mesh)
+                return traced.lower()
         except RuntimeError as error:
             prints = any(map(compat.is_debug_effect, traced.jaxpr.effects))
             if not prints or not compat.are_described(mesh):

@@ -135,6 +135,7 @@ from shardfn._core.compat.source_lines import (
 )
 from shardfn._core.compat.topologies import (
     are_described as are_described,
+    device_known as device_known,
     lacks_memories as lacks_memories,
     lower_on as lower_on,
     with_cudnn as with_cudnn,

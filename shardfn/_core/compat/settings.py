@@ -27,7 +27,8 @@ def at_top_level() -> Iterator[None]:
     bound = _core.trace_ctx.axis_env
     mesh = jax.sharding.get_abstract_mesh()
     is_untyped = all(t is AxisType.Auto for t in mesh.axis_types)
-    untyped = mesh if is_untyped else jax.sharding.AbstractMesh((), ())
+    alone = jax.sharding.AbstractMesh((), (), abstract_device=mesh.abstract_device)
+    untyped = mesh if is_untyped else alone
     with jax.sharding.use_abstract_mesh(untyped), _config._check_vma(False):
         _core.trace_ctx.set_axis_env(_core.top_axis_env)
         try:

@@ -91,6 +91,17 @@ def are_described(mesh: Mesh) -> bool:
     return mesh.devices.flat[0].client not in _xla_bridge.backends().values()
 
 
+def device_known(mesh: Mesh) -> Any:
+    """A context in which what is lowered knows the device that it is lowered for, where
+    this process has none such: Pallas asks which GPU it is."""
+    device = mesh.abstract_mesh.abstract_device
+    alone = jax.sharding.AbstractMesh((), (), abstract_device=device)
+    described = are_described(mesh)
+    return (
+        jax.sharding.use_abstract_mesh(alone) if described else contextlib.nullcontext()
+    )
+
+
 def without_devices(
     aval: jax.ShapeDtypeStruct, memory_kind: str | None
 ) -> jax.ShapeDtypeStruct:
