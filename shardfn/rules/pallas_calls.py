@@ -28,10 +28,9 @@ def _local(op: LocalOp, *operands: jax.Array) -> Sequence[jax.Array]:
     """The kernel on a device's blocks, with as much of the grid as it has."""
     grid = kernel_grid(op.eqn)
     assert grid is not None
-    sizes = [
-        op.size(_factor(d)) if _factor(d) in dict(op.rule.sizes) else n
-        for d, n in enumerate(grid.sizes)
-    ]
+    split = dict(op.rule.sizes)
+    dims = [d for d in range(len(grid.sizes)) if _factor(d) in split]
+    sizes = {d: op.size(_factor(d)) for d in dims}
     shapes = [
         *(x.shape for x in operands[grid.scalars :]),
         *(tuple(map(op.local_size, dims)) for dims in op.rule.results),
@@ -53,19 +52,20 @@ def _pallas_call(eqn: JaxprEqn) -> OpShardingRule | None:
         return None
     shapes = [*operand_shapes(eqn)[grid.scalars :], *result_shapes(eqn)]
     results = len(eqn.outvars)
-    split = [
-        d
+    split = {
+        d: count
         for d, count in enumerate(grid.sizes)
-        if d in grid.apart
+        if count is not None
+        and d in grid.apart
         and all(
             _follows(d, count, *pair) for pair in zip(grid.blocks, shapes, strict=True)
         )
         and all(d in blocks.along for blocks in grid.blocks[-results:])
         and all(d in grid.blocks[operand].along for operand in grid.changed)
-    ]
+    }
     if not split:
         return None
-    fresh, sizes = fresh_names(), {_factor(d): grid.sizes[d] for d in split}
+    fresh, sizes = fresh_names(), {_factor(d): n for d, n in split.items()}
     whole: set[str] = set()
 
     def named(blocks: KernelBlocks | None, shape: Sequence[int]) -> list[Dim]:

@@ -262,6 +262,34 @@ def test_devices_that_do_not_divide_the_programs_run_it_whole() -> None:
     assert_parity(training_step(norm), MESH, parameters(), jnp.ones((8, 6)), min_size=0)
 
 
+def test_a_dimension_whose_size_an_operand_says_stays_whole() -> None:
+    """Next to others that are split; as splash attention's over blocks that count."""
+
+    def twice(count: jax.Array, x: jax.Array) -> jax.Array:
+        def run(x_ref: Any, out_ref: Any) -> None:
+            out_ref[...] = 2 * x_ref[...]
+
+        block = pl.BlockSpec((2, 3), at(0, 1))
+        return pl.pallas_call(
+            run,
+            out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+            grid=(x.shape[0] // 2, count),
+            in_specs=[block],
+            out_specs=block,
+            interpret=True,
+        )(x)
+
+    eqn, _ = equation_of(twice, jnp.int32(2), jnp.ones((32, 6)), name="pallas_call")
+    assert str(rule_of(eqn)) == ", (p0 a) b -> (p0 c) d  whole={a, b, c, d}"
+    x = jax.random.normal(jax.random.key(3), (32, 6))
+
+    def step(state: Any, x: jax.Array) -> Any:
+        return state, twice(state["count"], x @ state["w"])
+
+    state = {"count": jnp.int32(2), "w": jnp.eye(6)}
+    assert_parity(step, MESH, state, x, min_size=0)
+
+
 def test_a_mapped_kernel_is_split_along_what_it_is_mapped_over() -> None:
     """Though its programs count, along a dimension of their own."""
     count = called(

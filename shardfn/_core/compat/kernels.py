@@ -4,7 +4,7 @@ In: an equation of `pallas_call`. Out: its grid, what lies along it, and the sam
 on other shapes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,15 +34,15 @@ class KernelGrid:
     """The grid of one call.
 
     Attributes:
-      sizes: of its dimensions.
-      scalars: how many operands come first that say where blocks are.
+      sizes: of its dimensions; None of one that an operand says.
+      scalars: how many operands come first that say such sizes, and where blocks are.
       blocks: of the other operands, and of the results.
       apart: dimensions whose programs know nothing of each other: none asks for its
         number, and what is left in scratch memory is not read by another one.
       changed: operands that have blocks and become results in place, by number.
     """
 
-    sizes: tuple[int, ...]
+    sizes: tuple[int | None, ...]
     scalars: int
     blocks: tuple[KernelBlocks, ...]
     apart: frozenset[int]
@@ -50,13 +50,11 @@ class KernelGrid:
 
 
 def kernel_grid(eqn: JaxprEqn) -> KernelGrid | None:
-    """The grid of a call; None if its size is not known, or blocks are no blocks."""
+    """The grid of a call; None if there is none, or blocks are no blocks."""
     params: dict[str, Any] = eqn.params
     mapping = params["grid_mapping"]
-    sizes = tuple(mapping.grid)
-    if eqn.effects or params.get("mesh") is not None:
-        return None
-    if not sizes or not all(isinstance(n, int) for n in sizes):
+    sizes = tuple(n if isinstance(n, int) else None for n in mapping.grid)
+    if eqn.effects or params.get("mesh") is not None or not sizes:
         return None
     blocks = [_blocks_of(block, len(sizes)) for block in mapping.block_mappings]
     known = [block for block in blocks if block is not None]
@@ -64,13 +62,14 @@ def kernel_grid(eqn: JaxprEqn) -> KernelGrid | None:
         return None
     own = [d for d in range(len(sizes)) if d not in mapping.vmapped_dims]
     read = {own[k] for k in _ids_in(params["jaxpr"])}
-    parallel = _said_parallel(params["compiler_params"], len(sizes))
-    alone = {*mapping.vmapped_dims, *parallel} if mapping.scratch_avals else {*own}
-    apart = ({*mapping.vmapped_dims} | alone) - read
-    first = mapping.num_index_operands
+    parallel = _said_parallel(params["compiler_params"], own)
+    apart = {*mapping.vmapped_dims, *(parallel if mapping.scratch_avals else own)}
+    apart = {d for d in apart - read if sizes[d] is not None}
+    first = mapping.num_index_operands  # aliases do not count sizes that come before
     pairs = params["input_output_aliases"]
     changed = frozenset(i - first for i, _ in pairs if i >= first)
-    return KernelGrid(sizes, first, tuple(known), frozenset(apart), changed)
+    scalars = mapping.num_dynamic_grid_bounds + first
+    return KernelGrid(sizes, scalars, tuple(known), frozenset(apart), changed)
 
 
 def _blocks_of(block: Any, rank: int) -> KernelBlocks | None:
@@ -113,22 +112,24 @@ def _ids_in(jaxpr: Any) -> set[int]:
     return found
 
 
-def _said_parallel(given: Any, rank: int) -> set[int]:
-    """The dimensions of which the author says that their order does not matter."""
+def _said_parallel(given: Any, own: Sequence[int]) -> set[int]:
+    """The dimensions of which the author says that their order does not matter, of
+    those that are not `jax.vmap`'s."""
     said = getattr(given, "dimension_semantics", None) or ()
-    if len(said) != rank:
+    if len(said) != len(own):
         return set()
-    return {d for d, kind in enumerate(said) if str(kind).lower().endswith("parallel")}
+    pairs = zip(own, said, strict=True)
+    return {d for d, kind in pairs if str(kind).lower().endswith("parallel")}
 
 
 def call_on_blocks(
-    eqn: JaxprEqn, grid: Sequence[int], shapes: Sequence[tuple[int, ...]]
+    eqn: JaxprEqn, grid: Mapping[int, int], shapes: Sequence[tuple[int, ...]]
 ) -> dict[str, Any]:
     """The parameters of a call on other shapes, with another grid.
 
     Args:
       eqn: the call.
-      grid: sizes of the dimensions of the grid.
+      grid: sizes of dimensions of the grid; the others are as they are.
       shapes: of the operands that have blocks, and of the results.
 
     Returns:
@@ -140,9 +141,10 @@ def call_on_blocks(
         block.replace(array_aval=block.array_aval.update(shape=shape))
         for block, shape in zip(mapping.block_mappings, shapes, strict=True)
     )
+    sizes = tuple(grid.get(d, size) for d, size in enumerate(mapping.grid))
     results = shapes[len(shapes) - len(params["out_avals"]) :]
     return params | {
-        "grid_mapping": mapping.replace(grid=tuple(grid), block_mappings=blocks),
+        "grid_mapping": mapping.replace(grid=sizes, block_mappings=blocks),
         "out_avals": tuple(
             aval.update(shape=shape)
             for aval, shape in zip(params["out_avals"], results, strict=True)
