@@ -110,7 +110,7 @@ def measure(case: Case, chip: str, program: str) -> dict[str, Any]:
     row |= read(text) | {"temp": heap}
     if step:
         plan = step.plan(state, batch)
-        checked = plan.verify(text)
+        checked = plan.verify(compiled)  # which knows its platform
         row |= {"planned": plan.wire_bytes, "as_planned": checked.ok}
         if not checked.ok:
             row["problems"] = checked.problems()

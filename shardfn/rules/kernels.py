@@ -147,10 +147,10 @@ def _types(results: Any) -> str:
     return str(jax.tree.unflatten(tree, [compat.type_text(x) for x in leaves]))
 
 
-def _traced(fn: Callable[..., Any], avals: Sequence[Any]) -> Any:
+def _traced(fn: Callable[..., Any], avals: Sequence[Any], lowers: bool = False) -> Any:
     """The jaxpr of a kernel, traced as outside of `shard_map`: what calls a kernel
     declares its results by shape and dtype alone."""
-    with compat.at_top_level():
+    with compat.at_top_level(lowers):
         return jax.make_jaxpr(fn)(*map(compat.abstract, avals))
 
 
@@ -164,9 +164,9 @@ def _lowered(
     context: Any, *operands: Any, kernel: Callable[..., Any], reference: Any
 ) -> Any:
     del reference
-    closed = _traced(kernel, context.avals_in)
+    closed = _traced(kernel, context.avals_in, lowers=True)
     run = mlir.lower_fun(jaxpr_as_fun(closed), multiple_results=True)
-    with compat.at_top_level():
+    with compat.at_top_level(lowers=True):
         return run(context.replace(avals_in=closed.in_avals), *operands)
 
 

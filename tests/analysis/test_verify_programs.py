@@ -79,12 +79,14 @@ def test_what_is_all_reduced_counts_by_its_bytes() -> None:
             replace(line, status="all-reduced") if line.line.path == path else line
             for line in found.lines
         )
-        return replace(found, lines=tuple(lines))
+        return replace(found, lines=tuple(lines), platform="tpu")
 
     assert reduced("scale").having("all-reduced") and not reduced("scale").ok
     # Beside a model of more layers it is nothing.
-    more = replace(found, lines=(*reduced("scale").lines, *found.lines * 8))
+    lines = *reduced("scale").lines, *found.lines * 8
+    more = replace(found, lines=lines, platform="tpu")
     assert more.having("all-reduced") and more.ok and not more.problems()
+    assert not replace(more, platform="gpu").ok
     assert not reduced("w").ok and "all-reduced" in reduced("w").problems()
 
 

@@ -21,13 +21,15 @@ def hiding_flags() -> list[str]:
 
 
 @contextlib.contextmanager
-def at_top_level() -> Iterator[None]:
+def at_top_level(lowers: bool = False) -> Iterator[None]:
     """Traces as outside of every transform: no axis name is bound, no mesh is set but
-    one without types, whose axes `with_sharding_constraint` may name."""
+    one without types, whose axes `with_sharding_constraint` may name. What lowers knows
+    the device of the mesh, too."""
     bound = _core.trace_ctx.axis_env
     mesh = jax.sharding.get_abstract_mesh()
     is_untyped = all(t is AxisType.Auto for t in mesh.axis_types)
-    alone = jax.sharding.AbstractMesh((), (), abstract_device=mesh.abstract_device)
+    device = mesh.abstract_device if lowers else None
+    alone = jax.sharding.AbstractMesh((), (), abstract_device=device)
     untyped = mesh if is_untyped else alone
     with jax.sharding.use_abstract_mesh(untyped), _config._check_vma(False):
         _core.trace_ctx.set_axis_env(_core.top_axis_env)
