@@ -185,7 +185,7 @@ def kernel() -> Program:
         h = activation(batch["x"] @ first["w"] + first["b"], params["scale"])
         return ((h @ last["w"] + last["b"] - batch["y"]) ** 2).mean(), {}
 
-    return descend("kernel", init, loss_fn, vectors, rate=0.01, gathers=True)
+    return descend("kernel", init, loss_fn, vectors, rate=0.01)
 
 
 @register("random_loops")
