@@ -29,8 +29,8 @@ def _local(op: LocalOp, *operands: jax.Array) -> Sequence[jax.Array]:
     grid = kernel_grid(op.eqn)
     assert grid is not None
     split = dict(op.rule.sizes)
-    dims = [d for d in range(len(grid.sizes)) if _factor(d) in split]
-    sizes = {d: op.size(_factor(d)) for d in dims}
+    along = [d for d in range(len(grid.sizes)) if _factor(d) in split]
+    sizes = {d: op.size(_factor(d)) for d in along}
     shapes = [
         *(x.shape for x in operands[grid.scalars :]),
         *(tuple(map(op.local_size, dims)) for dims in op.rule.results),
@@ -61,7 +61,7 @@ def _pallas_call(eqn: JaxprEqn) -> OpShardingRule | None:
             _follows(d, count, *pair) for pair in zip(grid.blocks, shapes, strict=True)
         )
         and all(d in blocks.along for blocks in grid.blocks[-results:])
-        and all(d in grid.blocks[operand].along for operand in grid.changed)
+        and all(old.along == new.along for old, new in grid.changed)
     }
     if not split:
         return None

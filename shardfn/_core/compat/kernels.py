@@ -4,13 +4,15 @@ In: an equation of `pallas_call`. Out: its grid, what lies along it, and the sam
 on other shapes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 
 _IDS = ("program_id", "num_programs")
+_SEEDS, _DRAWS = "prng_seed", "prng_random_bits"
+"""A TPU's own random numbers go on from program to program, unless they are seeded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +41,15 @@ class KernelGrid:
       blocks: of the other operands, and of the results.
       apart: dimensions whose programs know nothing of each other: none asks for its
         number, and what is left in scratch memory is not read by another one.
-      changed: operands that have blocks and become results in place, by number.
+      changed: blocks of operands that become results in place, each with those of its
+        result.
     """
 
     sizes: tuple[int | None, ...]
     scalars: int
     blocks: tuple[KernelBlocks, ...]
     apart: frozenset[int]
-    changed: frozenset[int]
+    changed: tuple[tuple[KernelBlocks, KernelBlocks], ...]
 
 
 def kernel_grid(eqn: JaxprEqn) -> KernelGrid | None:
@@ -61,13 +64,21 @@ def kernel_grid(eqn: JaxprEqn) -> KernelGrid | None:
     if len(known) < len(blocks):
         return None
     own = [d for d in range(len(sizes)) if d not in mapping.vmapped_dims]
-    read = {own[k] for k in _ids_in(params["jaxpr"])}
+    inside = list(_equations(params["jaxpr"]))
+    read = {own[e.params["axis"]] for e in inside if e.primitive.name in _IDS}
+    names = {e.primitive.name for e in inside}
+    if _DRAWS in names and _SEEDS not in names:
+        return None
     parallel = _said_parallel(params["compiler_params"], own)
     apart = {*mapping.vmapped_dims, *(parallel if mapping.scratch_avals else own)}
     apart = {d for d in apart - read if sizes[d] is not None}
     first = mapping.num_index_operands  # aliases do not count sizes that come before
-    pairs = params["input_output_aliases"]
-    changed = frozenset(i - first for i, _ in pairs if i >= first)
+    of_results = known[len(known) - len(eqn.outvars) :]
+    changed = tuple(
+        (known[i - first], of_results[k])
+        for i, k in params["input_output_aliases"]
+        if i >= first
+    )
     scalars = mapping.num_dynamic_grid_bounds + first
     return KernelGrid(sizes, scalars, tuple(known), frozenset(apart), changed)
 
@@ -103,13 +114,12 @@ def _size_of(dim: Any) -> int | None:
     return dim.block_size if kind == "Blocked" else 1 if kind == "Squeezed" else None
 
 
-def _ids_in(jaxpr: Any) -> set[int]:
-    """The dimensions of the grid whose numbers, or sizes, a kernel asks for."""
-    found = {e.params["axis"] for e in jaxpr.eqns if e.primitive.name in _IDS}
+def _equations(jaxpr: Any) -> Iterator[JaxprEqn]:
+    """Those of a kernel, and of bodies in it."""
     for eqn in jaxpr.eqns:
+        yield eqn
         for body in jaxprs_in_params(eqn.params):
-            found |= _ids_in(body)
-    return found
+            yield from _equations(body)
 
 
 def _said_parallel(given: Any, own: Sequence[int]) -> set[int]:
