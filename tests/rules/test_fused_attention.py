@@ -22,8 +22,13 @@ PADDED, CAUSAL = fused.MaskType.PADDING, fused.MaskType.CAUSAL
 LENGTHS = jnp.array([5, 3, 4, 2], jnp.int32)
 SEGMENTS = jnp.array([[2, 3], [3, -1], [1, 4], [5, -1]], jnp.int32)
 OFFSETS = jnp.array([[0, 2, -1], [0, -1, -1], [0, 1, -1], [0, -1, -1]], jnp.int32)
-OF_SEGMENTS = "q_seqlen kv_seqlen q_offsets kv_offsets"
 PACKED = (SEGMENTS, SEGMENTS, OFFSETS, OFFSETS)
+# JAX 0.10 takes the keys' heads for as many as the queries'.
+IN_SEGMENTS: dict[str, Any] = {
+    "names": "q_seqlen kv_seqlen q_offsets kv_offsets",
+    "groups": 4,
+    "mask_type": CAUSAL,
+}
 
 
 def drawn(*shape: int) -> jax.Array:
@@ -95,9 +100,7 @@ def row(
         "b t (g n) d, b s g d, b s g v, e, b xa, b xb, b xc, b xd, e, e -> "
         "b t (g n) v  whole={d, e, s, t, v, xa, xb, xc, xd}",
         *PACKED,
-        names=OF_SEGMENTS,
-        groups=4,  # JAX 0.10 takes the keys' heads for as many as the queries'
-        mask_type=CAUSAL,
+        **IN_SEGMENTS,
     ),
 )
 def test_rule(row):
@@ -142,9 +145,7 @@ def test_rule(row):
         "(b xe) (g n) t, b t (g n) v, b t (g n) v -> b t (g n) d, b s g d, b s g v  "
         "reduce={n}  whole={d, e, s, t, v, xa, xb, xc, xd, xe}",
         *PACKED,
-        names=OF_SEGMENTS,
-        groups=4,  # JAX 0.10 takes the keys' heads for as many as the queries'
-        mask_type=CAUSAL,
+        **IN_SEGMENTS,
         backward=True,
     ),
 )
