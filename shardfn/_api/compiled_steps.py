@@ -142,16 +142,23 @@ class Programs:
             in_turn = orders_gathers(planned.body)
             on_host = has_host_values(planned.program, planned.body)
             other_axes = leaves_sums(planned.program, planned.body, self.storage.axes)
-        asked, tuned = self.asked, self.plain.tuned
-        if tuned is not None and asked is not False:
-            asked = {**tuned.of_compiler(devices[0].platform), **(asked or {})}
+        asked = self.asked_of_compiler
         return compiler_options(devices, asked, quantizes, in_turn, on_host, other_axes)
+
+    @property
+    def asked_of_compiler(self) -> Asked:
+        """What the user asks of the compiler, and the file of tuned options."""
+        asked, tuned = self.asked, self.plain.tuned
+        if tuned is None or asked is False:
+            return asked
+        platform = self.storage.given.devices.flat[0].platform
+        return {**tuned.of_compiler(platform), **(asked or {})}
 
     @property
     def heap(self) -> Heap:
         """How their compiler uses memory."""
-        heap = heap_of(tuple(self.storage.given.devices.flat), self.options())
-        return replace(heap, donates=self.donate)
+        devices = tuple(self.storage.given.devices.flat)
+        return replace(heap_of(devices, self.asked_of_compiler), donates=self.donate)
 
     def jitted(
         self,
@@ -171,12 +178,13 @@ class Programs:
         compiled as its own call says, and leaves that are stored padded come and go
         `whole`.
         """
-        options = {} if whole else self.options()
+        asked = None if whole else self.asked_of_compiler
+        of_compiler = tuple((asked or {}).items()), frozenset(set_elsewhere())
         shapes = tuple((leaf.aval.shape, leaf.auto) for leaf in leaves)
         donated = (0,) if self.donate and not compat.checks_values() else ()
         kinds = tuple((leaf.aval.shape, leaf.aval.dtype) for leaf in batch[0])
         key = treedef, shapes, batch[1], kinds, whole
-        key = *key, tuple(options.items()), donated, meaning
+        key = *key, asked is False, of_compiler, donated, meaning
         storage = self.storage
         if key not in self._jitted:
 
@@ -206,6 +214,7 @@ class Programs:
                 given = options or None
                 return jax.jit(run, donate_argnums=donated, compiler_options=given)
 
+            options: dict[str, Any] = {}
             if not whole:
                 options = self.options(planned_for(*run_on)[0])
                 if are_predicted(self.latencies, storage.mesh):

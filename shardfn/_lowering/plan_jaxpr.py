@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardfn._core.control import NOTHING_ASKED, Control
+from shardfn._core.garbage import uncollected
 from shardfn._core.option_values import Stationary
 from shardfn._core.plan import BodyPlan
 from shardfn._core.program import Program, aval_of
@@ -41,6 +42,7 @@ from shardfn._schedule.widen_reductions import widen
 from shardfn._trace.jaxpr_to_program import make_program
 
 
+@uncollected()
 def plan_jaxpr(
     jaxpr: Any,
     inputs: Sequence[Sharding],

@@ -26,6 +26,7 @@ from shardfn._core.errors import (
     ShardingError,
     called,
 )
+from shardfn._core.garbage import uncollected
 from shardfn._core.leaves import Leaf
 from shardfn._core.named_states import NamedStates
 from shardfn._core.new_leaves import new_leaves
@@ -98,7 +99,7 @@ class CallTrace:
         """The jaxpr as a program."""
         if self.made is None:
             # Primitives are traced anew to expand them.
-            with compat.at_top_level(), compat.broadcasts_ranks():
+            with compat.at_top_level(), compat.broadcasts_ranks(), uncollected():
                 self.made = make_program(self.jaxpr, platform=self.platform)
         return self.made
 
