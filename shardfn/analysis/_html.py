@@ -27,6 +27,12 @@ from shardfn.analysis.verification import totals_of
 
 Round = tuple[float, float, str]
 
+_PICKS = {
+    "microbatch": "one microbatch",
+    "forward": "one forward iteration",
+    "backward": "one backward iteration",
+}
+
 
 def page(reports: Mapping[str, Figures]) -> str:
     """The page, as text in UTF-8.
@@ -165,7 +171,8 @@ def _move(op: str) -> str:
 
 
 def _rounds(report: Figures) -> list[Round]:
-    """Iterations of the outermost loops, each named after what most of it is."""
+    """Iterations of the outermost loops, each named after its pass; one of microbatches
+    has both."""
     device = report.timeline.device
     out, at = [], 0
     for start, end, index in report.timeline.rounds:
@@ -177,25 +184,27 @@ def _rounds(report: Figures) -> list[Round]:
             span = device[inside]
             busy[_kind(span)] += span.end - span.start  # pyright: ignore
             inside += 1
-        is_backward = busy["backward"] > busy["forward"]
-        out.append((start, end, f"{'backward' if is_backward else 'forward'} {index}"))
+        has_both = bool(busy["backward"] and busy["forward"])
+        one = "backward" if busy["backward"] else "forward"
+        out.append((start, end, f"{'microbatch' if has_both else one} {index}"))
     return out
 
 
 def _picks(report: Figures, rounds: Sequence[Round]) -> list[tuple[str, float, float]]:
     """Parts of the step that are worth a closer look."""
     picks = [("whole step", 0.0, report.step_seconds)]
-    for phase in ("forward", "backward"):
-        found = [r for r in rounds if r[2].startswith(phase)]
+    for name, label in _PICKS.items():
+        found = [r for r in rounds if r[2].startswith(name)]
         if found:
             start, end, _ = found[len(found) // 2]
-            picks.insert(0, (f"one {phase} iteration", start, end))
+            picks.insert(0, (label, start, end))
     return picks
 
 
 def _memory(report: Figures) -> dict[str, Any]:
     memory, live = report.memory, report.timeline.live
     highest = max((b for _, b in live), default=0)
+    drawn = size_text(memory.arguments + highest)
     return {
         "arguments": memory.arguments,
         "peak": memory.peak,
@@ -204,11 +213,12 @@ def _memory(report: Figures) -> dict[str, Any]:
         "text": (
             f"The step takes {size_text(memory.peak)} on each device: that is the "
             "compiler's own allocation, the dashed line. State and batch take "
-            f"{size_text(memory.arguments)} of it throughout. The curve shows when the "
-            "rest is needed, from the order of the operations alone: every result "
-            "counts from where it is made to where it is last read, at most "
-            f"{size_text(highest)}. It can be above the line, as the compiler writes "
-            "results over operands that nothing else reads."
+            f"{size_text(memory.arguments)} of it throughout. The curve says when the "
+            f"rest is needed; its highest point is {drawn}. It is an estimate from the "
+            "order of the operations: a result counts from where it is made to where "
+            "it is last read, and one that is made element by element is written over "
+            "an operand that nothing else reads. The compiler does so in more cases, "
+            "and has gaps between the arrays that live at once."
         ),
     }
 

@@ -16,7 +16,7 @@ from shardfn._lowering.plan_jaxpr import plan_jaxpr
 
 @pytest.fixture
 def collected_in() -> Iterator[set[str]]:
-    """Functions that were running when Python collected garbage, which it does often."""
+    """Functions that ran when Python collected garbage, which it does often here."""
     names, before = set[str](), gc.get_threshold()
 
     def note(phase: str, _: object) -> None:
