@@ -4,6 +4,7 @@ In: a program, and which of its arguments are alike. Out: for each of its values
 first one that is computed in the same way from the same operands.
 """
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
 
 from shardfn._core.compat import ADDITIONS
@@ -16,7 +17,8 @@ NESTED = ("reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or")
 def computed_alike(program: Program, arguments: Mapping[int, int]) -> Mapping[int, int]:
     """Numbers values: two have one number if the same ops make them. What compilers
     write in one way counts as the same: squares, sums in either order, sums with zero,
-    and a reduction of a reduction. What control flow makes has a number of its own.
+    a reduction of a reduction, and elements that get their shape back. What control
+    flow makes has a number of its own.
 
     Args:
       program: of which values are numbered.
@@ -29,6 +31,7 @@ def computed_alike(program: Program, arguments: Mapping[int, int]) -> Mapping[in
     seen: dict[Hashable, tuple[int, ...]] = {}
     reduced: dict[int, _Reduced] = {}
     zeros: set[int] = set()
+    elements: dict[int, int] = {}
     for node in program.nodes:
         if node.kind != "op" or node.eqn.effects:
             continue
@@ -41,11 +44,39 @@ def computed_alike(program: Program, arguments: Mapping[int, int]) -> Mapping[in
             first[node.outputs[0]] = others[0]
             continue
         key: Hashable = _key(node, numbers)
+        if numbers and numbers[0] >= 0 and keeps_elements(node):
+            (out,) = node.outputs
+            of = elements[out] = elements.get(numbers[0], numbers[0])
+            shapes = [getattr(program.avals[x], "shape", ()) for x in (of, out)]
+            if shapes[0] == shapes[1]:
+                first[out] = of
+                continue
+            key = "elements", of, shapes[1]
         if name in NESTED and numbers[0] >= 0:
             key = reduced[node.outputs[0]] = _reduction(node, numbers[0], reduced)
         made = seen.setdefault(key, node.outputs)
         first.update(zip(node.outputs, made, strict=True))
     return first
+
+
+def keeps_elements(node: Node) -> bool:
+    """Whether an op gives the elements of its operand another shape, or the same one,
+    and leaves them in their order."""
+    name, params = node.eqn.primitive.name, node.eqn.params
+    shape = getattr(node.eqn.invars[0].aval, "shape", ())
+    if name in ("reshape", "squeeze", "expand_dims"):
+        return params.get("dimensions") is None or name != "reshape"
+    if name == "transpose":
+        moved = [d for d in params["permutation"] if shape[d] != 1]
+        return moved == sorted(moved)
+    if name == "unstack":  # of JAX 0.12
+        return len(node.outputs) == 1
+    if name == "rev":
+        return all(shape[d] == 1 for d in params["dimensions"])
+    made = getattr(node.eqn.outvars[0].aval, "shape", ())
+    if name == "slice":
+        return shape == made
+    return name == "broadcast_in_dim" and math.prod(shape) == math.prod(made) > 0
 
 
 _Reduced = tuple[str, int, tuple[int, ...]]

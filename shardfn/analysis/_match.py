@@ -255,11 +255,16 @@ def _is_twin(need: Need, other: Need) -> bool:
 
 
 def _computes_same(need: Need, other: Need) -> bool:
-    """Whether two lines of one pass reduce in the same way what the step itself
-    computes twice: a compiler for one device merges that, too. Gathers are kept apart
+    """Whether two lines of one pass move in the same way what the step itself computes
+    twice: a compiler for one device merges that, too. Gathers of leaves are kept apart
     for memory, so they are not meant."""
     a, b = need.line, other.line
-    if not (a.reduces and a.alike) or a.alike != b.alike or a.value == b.value:
+    if (
+        (not a.reduces and a.path)
+        or not a.alike
+        or a.alike != b.alike
+        or a.value == b.value
+    ):
         return False
     at = [(x.phase, x.gradient, x.op, x.axis, x.dtype, x.elements) for x in (a, b)]
     moves = [[why.move for why in line.why] for line in (a, b)]
