@@ -259,12 +259,8 @@ def _computes_same(need: Need, other: Need) -> bool:
     twice: a compiler for one device merges that, too. Gathers of leaves are kept apart
     for memory, so they are not meant."""
     a, b = need.line, other.line
-    if (
-        (not a.reduces and a.path)
-        or not a.alike
-        or a.alike != b.alike
-        or a.value == b.value
-    ):
+    may_merge = a.alike and (a.reduces or not a.path)
+    if not may_merge or a.alike != b.alike or a.value == b.value:
         return False
     at = [(x.phase, x.gradient, x.op, x.axis, x.dtype, x.elements) for x in (a, b)]
     moves = [[why.move for why in line.why] for line in (a, b)]

@@ -1,4 +1,4 @@
-"""Which values of a program count as computed alike, and what that means for a check."""
+"""Which values of a program count as computed alike, and what a check makes of it."""
 
 import jax
 import jax.numpy as jnp
