@@ -3,23 +3,30 @@
 In: `MODULE:STEP`. Out: the step and its arguments, or an error that says what to write.
 """
 
+import contextlib
 import importlib
 import importlib.util
 import inspect
+import itertools
 import os
 import sys
 import sysconfig
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from shardfn._api.local_step import LocalStep
 from shardfn._api.sharded_step import ShardedStep
+from shardfn._core.errors import ShardingError
 
 CONVENTION = (
     "Name a function without arguments that returns the step and its arguments:\n\n"
     "    def planned():\n"
     "        return train_step, state, batch  # arrays or jax.ShapeDtypeStruct\n"
 )
+
+_LOADERS = ("<frozen ", str(Path(importlib.__file__).parent), contextlib.__file__)
 
 
 class CommandError(Exception):
@@ -31,7 +38,8 @@ def load(name: str) -> tuple[Any, tuple[Any, ...]]:
     module_name, colon, attribute = name.rpartition(":")
     if not colon or not module_name or not attribute:
         raise CommandError(f"{name!r} is not of the form MODULE:STEP.\n{CONVENTION}")
-    module = _module(module_name)
+    with _running(module_name):
+        module = _module(module_name)
     if not hasattr(module, attribute):
         there = [n for n, v in vars(module).items() if inspect.isfunction(v)]
         names = ", ".join(there) or "no functions"
@@ -50,7 +58,8 @@ def load(name: str) -> tuple[Any, tuple[Any, ...]]:
             raise CommandError(
                 f"{name} takes the arguments {', '.join(required)}.\n{CONVENTION}"
             )
-        made = made()
+        with _running(name):
+            made = made()
     if not isinstance(made, tuple) or len(made) < 2 or not callable(made[0]):
         raise CommandError(
             f"{name} gave {type(made).__name__}, not a step and its arguments.\n"
@@ -86,6 +95,27 @@ def _module(name: str) -> Any:
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
+
+
+@contextlib.contextmanager
+def _running(name: str) -> Iterator[None]:
+    """Says of an error of the user's own code where in it that is, without how the
+    command came there."""
+    try:
+        yield
+    except (CommandError, ShardingError):
+        raise
+    except Exception as error:
+        own = str(Path(__file__).parents[1])
+        frames = traceback.extract_tb(error.__traceback__)
+        of_user = itertools.dropwhile(
+            lambda frame: frame.filename.startswith((own, *_LOADERS)), frames
+        )
+        raise CommandError(
+            f"{name} raised an error of its own: {type(error).__name__}: {error}\n"
+            f"{''.join(traceback.format_list([*of_user]))}"
+            "Mend it there; Python has to run it before the step can be planned."
+        ) from error
 
 
 def find_also(folder: Path) -> None:

@@ -235,6 +235,33 @@ def test_wrong_names_are_one_message(file) -> None:
     assert refused("plan").startswith(f"{missing}--target h100:8\nName a function")
 
 
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (
+            "import no_such_library",
+            "{file} raised an error of its own: ModuleNotFoundError: No module named "
+            "'no_such_library'\n"
+            '  File "{file}", line 1, in <module>\n'
+            "    import no_such_library\n"
+            "Mend it there; ",
+        ),
+        (
+            "def planned():\n    return {}['batch']",
+            "{file}:planned raised an error of its own: KeyError: 'batch'\n"
+            '  File "{file}", line 2, in planned\n',
+        ),
+        ("def planned(:", "{file} raised an error of its own: SyntaxError: "),
+    ],
+)
+def test_errors_of_the_users_code_are_shown_from_there(text, message, tmp_path) -> None:
+    file = tmp_path / "spoiled.py"
+    file.write_text(text)
+    shown = refused("plan", f"{file}:planned", "--target", H100)
+    assert shown.startswith("error: " + message.replace("{file}", str(file)))
+    assert "importlib" not in shown and "load_step.py" not in shown
+
+
 def test_wrong_targets_are_told_before_anything_runs(monkeypatch) -> None:
     message = refused("plan", "no_such:planned", "--target", "h1000:8")
     assert message.startswith("error: no compile-only target is called 'h1000:8'.")
