@@ -447,6 +447,25 @@ def test_a_step_that_does_not_fit_is_told_what_would_free_enough(report) -> None
     assert "lacking" not in str(report)
 
 
+def test_a_name_that_is_almost_an_argument_is_told() -> None:
+    """Unless the step takes it: all other names are the step's."""
+
+    def train_step(w, x, memmory=1.0):
+        return w - memmory * jnp.mean(x) * w
+
+    w, x = (jax.ShapeDtypeStruct((8, n), jnp.float32) for n in (8, 16))
+    with pytest.raises(
+        shardfn.ShardingError,
+        match="neither tune nor the step has an argument 'memry'.\n"
+        r"  tune was called at test_tuning.py:\d+ .*\nDid you mean memory=...\? tune",
+    ):
+        shardfn.tune(train_step, "h100:8", w, x, memry="40GiB")
+    with pytest.raises(shardfn.ShardingError, match="does not take these arguments"):
+        shardfn.tune(train_step, "h100:8", w, x, rate=0.1)
+    with pytest.raises(ValueError, match="compilations=0"):  # which is looked at later
+        shardfn.tune(train_step, "h100:8", w, x, memmory=0.5, compilations=0)
+
+
 def test_memory_is_given_in_words_too() -> None:
     with pytest.raises(ValueError, match="memory='4 gigs' is no size: pass bytes"):
         shardfn.tune(microbatched, H100, *SHAPES, memory="4 gigs")

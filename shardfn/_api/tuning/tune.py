@@ -7,6 +7,8 @@ one that may save most first, and then with those that did save, one after anoth
 same player times all of them.
 """
 
+import difflib
+import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +31,7 @@ from shardfn._core.argument_values import (
     check_arguments,
     some_of,
 )
-from shardfn._core.errors import ShardingError, names_call
+from shardfn._core.errors import ShardingError, called, names_call
 from shardfn._core.option_values import size_in
 from shardfn._core.tuning_limits import (
     LEAST_MEMORY,
@@ -111,6 +113,7 @@ def tune(
         also=(also, ASKED),
         progress=(progress, FUNCTION),
     )
+    _check_names(step, named)
     if compilations < 1:
         raise ValueError(f"compilations={compilations}: pass one or more.")
     asked = None if memory is None else _bytes_of(memory)
@@ -142,6 +145,24 @@ def tune(
         tuple(row for row in rows if row.options not in tried),
         tuned,
     )
+
+
+_PARAMETERS = inspect.signature(tune).parameters.values()
+
+
+def _check_names(step: Callable[..., Any], named: Mapping[str, Any]) -> None:
+    """Raises for a name that is almost one of `tune`'s own, where the step has none
+    such; others are named when the step is called."""
+    there = inspect.signature(step).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in there):
+        return
+    own = [p.name for p in _PARAMETERS if p.kind is p.KEYWORD_ONLY]
+    for name in named.keys() - {p.name for p in there}:
+        if close := difflib.get_close_matches(name, own, n=1):
+            raise ShardingError(
+                f"neither tune nor the step has an argument {name!r}.\n{called()}"
+                f"Did you mean {close[0]}=...? tune has {', '.join(own)}."
+            )
 
 
 def _bytes_of(memory: int | str) -> int:
