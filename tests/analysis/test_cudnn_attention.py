@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cudnn_on_cpus import cudnn as cudnn
+from jax._src.cudnn import fused_attention_stablehlo
 from plan_helpers import cpu_mesh
 
 import shardfn
@@ -79,7 +80,8 @@ def test_a_step_is_compiled_for_gpus_where_there_is_no_cudnn():
     assert report.timeline.flops == report.flops.run
 
 
-def test_where_the_step_runs_cudnn_has_to_be_there():
+def test_where_the_step_runs_cudnn_has_to_be_there(monkeypatch):
+    monkeypatch.setattr(fused_attention_stablehlo, "cuda_versions", None)
     step = shardfn.fully_shard(train_step, cpu_mesh(8), min_size=0)
     with pytest.raises(RuntimeError, match="cuDNN"):
         step.plan(STATE, BATCH)

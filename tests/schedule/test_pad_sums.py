@@ -233,8 +233,11 @@ def test_each_part_of_a_sum_fills_tiles(
         assert "in tiles of" in plan.explain("back")
 
 
-@pytest.mark.parametrize("name, value", [("CHAINED_BYTES", 2**20)])
-def test_parts_of_small_sums_are_left(tiles, name: str, value: int) -> None:
+@pytest.mark.parametrize(
+    "name, value",
+    [("CHAINED_BYTES", 40 * 40 * 4 + 1), ("TILED_BYTES", 40 * 40 * 4 - 1)],
+)
+def test_parts_of_small_and_of_large_sums_are_left(tiles, name: str, value) -> None:
     tiles.setattr(pad_sums, name, value)
     args = weights(40, 40), jnp.ones((16, 40))
     assert not padded(shardfn.fully_shard(train, cpu_mesh(8), **OPTIONS), *args)
