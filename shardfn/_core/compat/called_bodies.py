@@ -104,12 +104,15 @@ def calling(closed: Any, eqn: JaxprEqn) -> JaxprEqn:
 
 def traced_lowering(eqn: JaxprEqn) -> Any | None:
     """What a primitive stands for whose lowering JAX traces from a function, as a
-    library's own is by `mlir.lower_fun`; None for another one.
+    library's own is by `mlir.lower_fun`; None for another one. Of a function with
+    `custom_partitioning` JAX runs, in `shard_map`, the function itself.
 
     Traced there, inside `shard_map`, the function would see types and meshes that it
     did not see when the step was traced: some compare the two.
     """
     primitive = eqn.primitive
+    if primitive.name == "custom_partitioning":
+        return eqn.params["call"]
     by_platform = _mlir._platform_specific_lowerings.values()
     if eqn.effects or any(primitive in known for known in by_platform):
         return None

@@ -93,12 +93,12 @@ class _Values:
         """The next instruction of the schedule."""
         of = [self.buffers.get(o, frozenset()) for o in instr.operands]
         if instr.opcode == "tuple":
-            self.hold(instr, of)
+            self.alias(instr, of)
         elif (at := instr.element) is not None:
             inside = self.parts.get(instr.operands[0], ())
             self.buffers[instr.name] = inside[at] if at < len(inside) else of[0]
         elif instr.opcode in _BARRIERS and instr.operands[0] in self.parts:
-            self.hold(instr, self.parts[instr.operands[0]])
+            self.alias(instr, self.parts[instr.operands[0]])
         elif instr.opcode.endswith("-done") or instr.opcode in (*_ALIASES, "while"):
             self.buffers[instr.name] = of[0] if of else frozenset({(instr.name, 0)})
         elif at := _updated_operand(instr, self.module):
@@ -106,7 +106,7 @@ class _Values:
         else:
             self.make(instr)
 
-    def hold(self, instr: Instruction, parts: list[Buffers]) -> None:
+    def alias(self, instr: Instruction, parts: list[Buffers]) -> None:
         self.parts[instr.name] = parts
         self.buffers[instr.name] = frozenset().union(*parts)
 
@@ -115,7 +115,7 @@ class _Values:
         own = [(instr.name, i) for i in range(len(sizes) or 1)]
         self.sizes |= zip(own, sizes or [0], strict=True)
         self.own[instr.name] = own
-        self.hold(instr, [frozenset({buffer}) for buffer in own])
+        self.alias(instr, [frozenset({buffer}) for buffer in own])
         if instr.opcode.endswith("-start"):
             del self.parts[instr.name]
 
