@@ -47,12 +47,14 @@ class _Asked:
       axes: the mesh axes.
       on_host: the leaves that live on the host.
       of_itself: why "auto" takes the loop's first weights ahead; None if it does not.
+      with_bits: whether it takes those that move quantized, too.
     """
 
     control: Control
     axes: Axes
     on_host: frozenset[str]
     of_itself: Note | None = None
+    with_bits: bool = False
 
     def of(self, program: Program, step: Reshard) -> Prefetch:
         """What is asked of a move; 0 of one that gathers nothing of the state."""
@@ -62,7 +64,8 @@ class _Asked:
         asked = self.control.of(*names).prefetch
         if asked != AUTO:
             return asked
-        is_free = self.on_host.isdisjoint(names) and not any(step.written)
+        may_run = self.with_bits or not any(step.written)
+        is_free = self.on_host.isdisjoint(names) and may_run
         return FIRST if self.of_itself and is_free else 0
 
     def lead(self, program: Program, step: Reshard) -> int:
@@ -117,7 +120,11 @@ def _in_scans(program: Program, body: BodyPlan, asked: _Asked) -> BodyPlan:
                 constants = span(arguments, region.constants)
                 sliced = [*map(Ref, scanned), *step.bodies[0].imports]
                 given = {Ref(v): False for v in constants} | dict.fromkeys(sliced, True)
-                here = replace(asked, of_itself=_of_itself(node, step, asked.axes))
+                here = replace(
+                    asked,
+                    of_itself=_of_itself(node, step, asked.axes),
+                    with_bits=computes_for_longer(node, step, asked.axes),
+                )
                 step = _scan(node.bodies[0], step, given, here)
         steps.append(step)
     return replace(body, steps=tuple(steps))
