@@ -55,7 +55,9 @@ class _Bucket:
       at: index of the step whose place they take.
       members: their indices.
       bytes: of their values.
-      before: indices of what makes their sources, and goes with them.
+      before: indices of what makes their sources, each with the place in front of which
+        it came when its move joined: where the bucket takes a later one, it stays, as
+        others may read it by then.
       behind: the same of what is made of their results.
       holds: all of `members` and `behind`.
       is_needed: whether they cannot take a later place.
@@ -65,7 +67,7 @@ class _Bucket:
     at: int
     members: list[int] = field(default_factory=list)
     bytes: int = 0
-    before: list[int] = field(default_factory=list)
+    before: list[tuple[int, int]] = field(default_factory=list)
     behind: list[int] = field(default_factory=list)
     holds: set[int] = field(default_factory=set)
     is_needed: bool = False
@@ -160,7 +162,7 @@ class _Buckets:
             return False
         chain = self.chain(step.source, into.at) if kind.early else None
         if chain is not None:
-            into.before += chain
+            into.before += [(i, into.at) for i in chain]
             self.made.update((r, into.at - 1) for i in chain for r in self.results(i))
         elif kind.waits or into.is_needed or (kind.early and not kind.is_small):
             return False
@@ -191,7 +193,7 @@ class _Buckets:
             if len(found.members) == 1:
                 continue
             at = found.at
-            order.update((i, (at, 0, i)) for i in found.before)
+            order |= {i: min(order[i], (first, 0, i)) for i, first in found.before}
             order.update((i, (at, 1, i)) for i in found.members)
             order.update((i, max(order[i], (at, 2, i))) for i in found.behind)
             first = steps[found.members[0]]

@@ -214,3 +214,30 @@ def test_exchanges_over_other_axes_stay_apart(sizes: tuple[int, int]) -> None:
     plan = shardfn.fully_shard(step, mesh, **options).plan(state, batch)
     exchanged = [c.axis for c in plan.collectives if c.op == "all_to_all"]
     assert {"replica", "data"} <= set(exchanged)
+
+
+def test_what_makes_a_source_stays_where_it_went_first() -> None:
+    """A bucket that takes a later place leaves behind what it had pulled in front, as
+    others read that by then: rows of time that are cut, with activations that move."""
+    T, B, D, H = 24, 8, 512, 2048
+
+    def step(p, x, c):
+        def loss_fn(p):
+            logits = (x.reshape(T * B, D) @ p["w"] @ p["a"]).reshape(T, B, 3)
+            rewards = logits[1:, :, 0]
+            returns = jax.lax.scan(
+                lambda a, d: (d + 0.9 * a,) * 2, jnp.zeros(B), rewards, reverse=True
+            )[1]
+            chosen = jnp.sum(jax.nn.log_softmax(logits[:-1]) * c[1:], -1)
+            return jnp.mean(chosen * returns)
+
+        loss, grads = jax.value_and_grad(loss_fn)(p)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, p, grads), loss
+
+    keys = iter(jax.random.split(jax.random.key(0), 4))
+    p = {
+        "w": 0.01 * jax.random.normal(next(keys), (D, H)),
+        "a": 0.1 * jax.random.normal(next(keys), (H, 3)),
+    }
+    batch = [jax.random.normal(next(keys), (T, B, n)) for n in (D, 3)]
+    assert_parity(step, cpu_mesh(8), p, *batch, steps=2)
