@@ -503,6 +503,17 @@ def test_what_does_not_fit_is_tried_with_what_frees_memory_first(tmp_path) -> No
     assert found.options["reshard_after_forward"] is True
     assert others[0].title == "weights gathered again"
     assert all("weights gathered again" in c.title for c in others if c.fits(2**23))
+    asked = {"reshard_after_forward": {"1": False}}
+    mesh = shardfn.analysis.targets.mesh(H100)
+    step = shardfn.fully_shard(sharing, mesh, min_size=0, **asked)
+    (advice,) = (
+        each
+        for each in shardfn.tune(step, H100, *args, memory="8MiB", compilations=1).untried
+        if each.title == "weights gathered again"
+    )
+    assert dict(advice.options) == {
+        "reshard_after_forward": {str(i): i != 1 for i in range(6)}
+    }
     batch = jax.ShapeDtypeStruct((16384, 512), jnp.float32)  # 4 MiB on each device
     none = shardfn.tune(sharing, H100, args[0], batch, memory="2MiB")
     assert [c.title for c in none.candidates] == ["as it is"]

@@ -6,14 +6,15 @@ know.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from shardfn._api.planner import stored_by_use
 from shardfn._api.tuning.replica_rows import replica_rows
 from shardfn._core.device_coords import slices_of
 from shardfn._core.limits import JOINED_BYTES
 from shardfn._core.moves import AllGather, ReduceScatter
-from shardfn._core.option_values import FIRST, layers_ahead
+from shardfn._core.option_values import AUTO, FIRST, layers_ahead
 from shardfn._core.phases import BACKWARD, FORWARD
 from shardfn._lowering.choose_dimensions import StoredByUse
 from shardfn._lowering.option_table import NETWORK_FLAG, NOT_DELAYED, ONE_LATENCY
@@ -126,12 +127,25 @@ def _keep_gathered(figures: Figures, devices: Devices, memory: int) -> Iterator[
     share = sent / max(sum(c.total_bytes for c in _gathers(figures)), 1)
     size = sum(_whole([c]) * c.each for c in kept)
     paths = tuple(dict.fromkeys(c.path for c in kept))
-    named = False if len(kept) == len(twice) else dict.fromkeys(paths, False)
+    all_are = len(kept) == len(twice)
     of = f"{len(paths)} of {len({c.path for c in twice})} leaves"
     why = f"{of} are gathered twice, {share:.0%} of all gathered bytes"
     title = "weights kept for the backward pass"
-    asked = (("reshard_after_forward", named),)
+    asked = (_of_leaves(figures, "reshard_after_forward", False, paths, all_are),)
     yield Advice(title, asked, min(waits, share * _transfers(figures)), size, why)
+
+
+def _of_leaves(
+    figures: Figures, option: str, value: Any, paths: Iterable[str], may_be_all: bool
+) -> tuple[str, Any]:
+    """An option with a value for some leaves, or for all if it may be and nothing is
+    asked of any; what is asked of the others stays."""
+    control = figures.plan.control
+    if may_be_all and not control.asked(option):
+        return option, value
+    each = ((x.name, getattr(control.of(x.name), option)) for x in figures.state)
+    asked = {name: given for name, given in each if given != AUTO}
+    return option, {**asked, **dict.fromkeys(paths, value)}
 
 
 def _reshard_after_forward(
@@ -144,13 +158,13 @@ def _reshard_after_forward(
     shared = [
         c
         for c in _gathers(figures)
-        if control.of(c.path).reshard_after_forward == "auto"
+        if control.of(c.path).reshard_after_forward == AUTO
         and any(note.text in SHARED for why in c.why for note in why.step.notes)
     ]
     if shared and figures.memory.peak > memory:
-        leaves = len({c.path for c in shared})
-        why = f"{leaves} leaves are whole for several iterations, or for both passes"
-        asked = (("reshard_after_forward", True),)
+        paths = tuple(dict.fromkeys(c.path for c in shared))
+        why = f"{len(paths)} leaves are whole in several iterations, or in both passes"
+        asked = (_of_leaves(figures, "reshard_after_forward", True, paths, True),)
         yield Advice("weights gathered again", asked, 0.0, -_whole(shared), why)
 
 
