@@ -43,6 +43,7 @@ from shardfn._lowering.shard_map import on_mesh
 from shardfn._lowering.xla_options import (
     Asked,
     compiler_options,
+    elsewhere_key,
     needed_options,
     set_elsewhere,
 )
@@ -170,8 +171,8 @@ class Programs:
         whole: bool = False,
     ) -> Any:
         """The jitted step on stored leaves and the tuple of the other arguments, traced
-        on the logical shapes of `leaves`: one for each kind of `batch`, its leaves and
-        structure, so that what is compiled goes with it.
+        on the logical shapes of `leaves`: one for each kind of them and of `batch`, its
+        leaves and structure, so that what is compiled goes with it.
 
         Where its latencies are predicted, it is compiled once here, for `run_on`, the
         arguments that it is for. Where it becomes part of another program, that is
@@ -179,8 +180,8 @@ class Programs:
         `whole`.
         """
         asked = None if whole else self.asked_of_compiler
-        of_compiler = tuple((asked or {}).items()), frozenset(set_elsewhere())
-        shapes = tuple((leaf.aval.shape, leaf.auto) for leaf in leaves)
+        of_compiler = tuple((asked or {}).items()), elsewhere_key()
+        shapes = tuple((leaf.aval.shape, leaf.aval.dtype, leaf.auto) for leaf in leaves)
         donated = (0,) if self.donate and not compat.checks_values() else ()
         kinds = tuple((leaf.aval.shape, leaf.aval.dtype) for leaf in batch[0])
         key = treedef, shapes, batch[1], kinds, whole

@@ -18,6 +18,7 @@ from typing import Any
 
 from shardfn._api.local_step import LocalStep
 from shardfn._api.sharded_step import ShardedStep
+from shardfn._core import compat
 from shardfn._core.errors import ShardingError
 
 CONVENTION = (
@@ -106,14 +107,15 @@ def _running(name: str) -> Iterator[None]:
     except (CommandError, ShardingError):
         raise
     except Exception as error:
-        own = str(Path(__file__).parents[1])
         frames = traceback.extract_tb(error.__traceback__)
         of_user = itertools.dropwhile(
-            lambda frame: frame.filename.startswith((own, *_LOADERS)), frames
+            lambda frame: frame.filename.startswith((compat.PACKAGE, *_LOADERS)), frames
         )
+        cause = error.__cause__
+        behind = f"It comes of {type(cause).__name__}: {cause}\n" if cause else ""
         raise CommandError(
             f"{name} raised an error of its own: {type(error).__name__}: {error}\n"
-            f"{''.join(traceback.format_list([*of_user]))}"
+            f"{''.join(traceback.format_list([*of_user]))}{behind}"
             "Mend it there; Python has to run it before the step can be planned."
         ) from error
 

@@ -280,7 +280,7 @@ class LocalStep(Generic[P, R]):
             fuses_producers=compat.fuses_producers(platform),
             lets_sums_wait=compat.lets_sums_wait(platform),
             indexes_memory=compat.indexes_memory(platform),
-            platform=compat.lowered_for(platform),
+            platform=compat.lowered_for(compat.known_platform()),
         )
 
     @property

@@ -16,7 +16,8 @@ def uncollected() -> Iterator[None]:
     to 20% of planning. Where the user has none, there are none behind it, either.
 
     What they would free lives until the next one: of a step with 192 unrolled layers,
-    5% of the process's memory. Objects in no circles are freed at once, as ever.
+    5% of the process's memory. Objects in no circles are freed at once, as ever. It is
+    of the process: of two threads that plan, the first that is done ends it for both.
     """
     if not gc.isenabled():
         yield

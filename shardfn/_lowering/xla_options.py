@@ -7,7 +7,7 @@ Out: options for `jax.jit(compiler_options=)` that this compiler knows.
 import functools
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -149,6 +149,11 @@ def set_elsewhere() -> set[str]:
     found = list(_flags_elsewhere())
     found += [name[2:] for name in found if name.startswith("no")]
     return {*found, *compat.compiler_settings()}
+
+
+def elsewhere_key() -> Hashable:
+    """The same with their values, as a key."""
+    return frozenset(_flags_elsewhere().items()), frozenset(compat.compiler_settings())
 
 
 def _flags_elsewhere() -> dict[str, str]:

@@ -223,7 +223,7 @@ def _batch_leaf(
             size = shape[dim] if dim < len(shape) else 0
             names = tuple(axes.names[a] for a in over)
             few = spec is None and size < count and len(shape) > 1
-            behind = few and shape[1] % count == 0
+            behind = few and shape[1] > 0 and shape[1] % count == 0
             what = leaf.path, leaf.name or "batch", size, dim, count, names, behind
             uneven.append(Uneven(*what))
     return sharding

@@ -251,11 +251,19 @@ def test_wrong_names_are_one_message(file) -> None:
             "{file}:planned raised an error of its own: KeyError: 'batch'\n"
             '  File "{file}", line 2, in planned\n',
         ),
+        (
+            "try:\n    {}['a']\nexcept KeyError as error:\n"
+            "    raise RuntimeError('no a') from error",
+            "{file} raised an error of its own: RuntimeError: no a\n"
+            '  File "{file}", line 4, in <module>\n'
+            "    raise RuntimeError('no a') from error\n"
+            "It comes of KeyError: 'a'\nMend it there; ",
+        ),
         ("def planned(:", "{file} raised an error of its own: SyntaxError: "),
     ],
 )
 def test_errors_of_the_users_code_are_shown_from_there(text, message, tmp_path) -> None:
-    file = tmp_path / "spoiled.py"
+    file = tmp_path / "shardfn_spoiled.py"
     file.write_text(text)
     shown = refused("plan", f"{file}:planned", "--target", H100)
     assert shown.startswith("error: " + message.replace("{file}", str(file)))

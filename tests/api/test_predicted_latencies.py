@@ -173,3 +173,22 @@ def test_a_file_of_tuned_options_says_whose_latencies(predicted, tmp_path) -> No
     own = shardfn.fully_shard(train_step, cpu_mesh(8), options=path, latencies="xla")
     assert_as_plain(own)
     assert len(predicted) == 1, "what is given in the call counts"
+
+
+def test_each_dtype_of_a_state_has_its_own(monkeypatch) -> None:
+    """As of a batch: what is predicted is of the program that is compiled."""
+    seen = []
+    monkeypatch.setattr(compiled_steps, "are_predicted", lambda *_: True)
+    monkeypatch.setattr(
+        compiled_steps,
+        "predicted_latencies",
+        lambda lowered, mesh: seen.append(lowered.in_avals[0][0][0].dtype) or {},
+    )
+
+    def step(w, x):
+        return w - (x.mean() * w).astype(w.dtype)
+
+    sharded = shardfn.fully_shard(step, cpu_mesh(8), min_size=0)
+    for dtype in (np.float32, np.float16):
+        sharded(np.ones((16, 8), dtype), np.ones(8, np.float32))
+    assert seen == [np.float32, np.float16]

@@ -314,6 +314,37 @@ def test_the_branch_of_a_platform_is_lowered_for_no_other(function) -> None:
         jax.export.export(jax.jit(run), platforms=["tpu"])(*args)
 
 
+def test_on_a_mesh_without_devices_every_platform_has_its_branch() -> None:
+    """Nothing says there what it will be lowered for."""
+
+    def step(w, x):
+        value, grad = jax.value_and_grad(
+            lambda w: jnp.square(by_platform(x @ w)).sum()
+        )(w)
+        return w - grad, value
+
+    local = shardfn.fully_shard(step, axis="data", min_size=0)
+    state = jax.ShapeDtypeStruct((16, 16), jnp.float32)
+
+    def on_one_device(w, x):
+        return local.with_state(state)(w, x)
+
+    mesh = jax.sharding.AbstractMesh((8,), ("data",))
+    split = NamedSharding(mesh, P("data"))
+    run = jax.shard_map(
+        on_one_device,
+        mesh=mesh,
+        in_specs=(P("data"), P("data")),
+        out_specs=(P("data"), P()),
+        check_vma=False,
+    )
+    args = (
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split) for x in (state,) * 2
+    )
+    text = jax.export.export(jax.jit(run), platforms=["tpu"])(*args).mlir_module()
+    assert "stablehlo.sine" in text
+
+
 ELSEWHERE = """
 import sys
 import jax, numpy as np

@@ -506,11 +506,9 @@ def test_what_does_not_fit_is_tried_with_what_frees_memory_first(tmp_path) -> No
     asked = {"reshard_after_forward": {"1": False}}
     mesh = shardfn.analysis.targets.mesh(H100)
     step = shardfn.fully_shard(sharing, mesh, min_size=0, **asked)
-    (advice,) = (
-        each
-        for each in shardfn.tune(step, H100, *args, memory="8MiB", compilations=1).untried
-        if each.title == "weights gathered again"
-    )
+    found = shardfn.tune(step, H100, *args, memory="8MiB", compilations=1)
+    again = "weights gathered again"
+    (advice,) = (each for each in found.untried if each.title == again)
     assert dict(advice.options) == {
         "reshard_after_forward": {str(i): i != 1 for i in range(6)}
     }

@@ -153,7 +153,10 @@ _PARAMETERS = inspect.signature(tune).parameters.values()
 def _check_names(step: Callable[..., Any], named: Mapping[str, Any]) -> None:
     """Raises for a name that is almost one of `tune`'s own, where the step has none
     such; others are named when the step is called."""
-    there = inspect.signature(step).parameters.values()
+    try:
+        there = inspect.signature(step).parameters.values()
+    except ValueError:  # of some functions in C
+        return
     if any(p.kind is p.VAR_KEYWORD for p in there):
         return
     own = [p.name for p in _PARAMETERS if p.kind is p.KEYWORD_ONLY]

@@ -85,6 +85,7 @@ from shardfn._core.compat.platforms import (
     hides_network as hides_network,
     hoists_gathers as hoists_gathers,
     indexes_memory as indexes_memory,
+    known_platform as known_platform,
     lets_sums_wait as lets_sums_wait,
     loses_clamps as loses_clamps,
     lowered_for as lowered_for,

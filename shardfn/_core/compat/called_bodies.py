@@ -105,7 +105,8 @@ def calling(closed: Any, eqn: JaxprEqn) -> JaxprEqn:
 def traced_lowering(eqn: JaxprEqn) -> Any | None:
     """What a primitive stands for whose lowering JAX traces from a function, as a
     library's own is by `mlir.lower_fun`; None for another one. Of a function with
-    `custom_partitioning` JAX runs, in `shard_map`, the function itself.
+    `custom_partitioning` JAX runs, where all axes of a mesh are manual, the function
+    itself; over others, what it is written in is left to the partitioner.
 
     Traced there, inside `shard_map`, the function would see types and meshes that it
     did not see when the step was traced: some compare the two.

@@ -147,13 +147,17 @@ def hides_network(device: Any) -> bool:
     return str(capability).partition(".")[0] == "9"
 
 
+def known_platform() -> str:
+    """The platform that the surrounding `shard_map` is for; `""` if JAX knows none, as
+    for a mesh without devices."""
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    return getattr(device, "platform", None) or ""
+
+
 def bound_platform() -> tuple[str, bool]:
-    """The platform that the surrounding `shard_map` is for, as far as JAX knows it, and
-    whether some axes of its mesh are automatic."""
-    mesh = jax.sharding.get_abstract_mesh()
-    device = getattr(mesh, "abstract_device", None)
-    platform = getattr(device, "platform", None) or jax.default_backend()
-    return platform, bool(automatic_axes())
+    """The same, or else that of this process, and whether some axes of the mesh are
+    automatic."""
+    return known_platform() or jax.default_backend(), bool(automatic_axes())
 
 
 def automatic_axes() -> frozenset[str]:
