@@ -52,6 +52,8 @@ class NextArguments:
     def others(self, out: Any) -> Any:
         """The results that are no new states: one as it is."""
         count = len(self.meaning.places)
+        if not count:
+            return out
         if self.meaning.places == tuple((SequenceKey(i),) for i in range(count)):
             rest = list(out[count:])
             return rest[0] if len(rest) == 1 else rest

@@ -303,9 +303,9 @@ def _next_arguments(step: ShardedStep, args: Sequence[Any]) -> NextArguments:
 
 
 def _how_stored(step: ShardedStep, state: Any, argument: Any = None) -> dict[str, str]:
-    storage = step.storage
-    leaves, _ = storage.leaves(storage.states_of(state, argument))
-    return {leaf.name: show(s, storage.axes) for leaf, s in storage.each(leaves)}
+    storage, named = step.storage, step.storage.states_of(state, argument)
+    each = storage.each(storage.leaves(named)[0]) if jax.tree.leaves(state) else ()
+    return {leaf.name: show(s, storage.axes) for leaf, s in each}
 
 
 def _assert_is_split(step: ShardedStep, stored: Any, where: str) -> None:

@@ -186,9 +186,10 @@ def test_each_dtype_of_a_state_has_its_own(monkeypatch) -> None:
     )
 
     def step(w, x):
-        return w - (x.mean() * w).astype(w.dtype)
+        return w - x.mean().astype(w.dtype) * w
 
-    sharded = shardfn.fully_shard(step, cpu_mesh(8), min_size=0)
+    options = {"min_size": 0, "state_argnums": 0}
+    sharded = shardfn.fully_shard(step, cpu_mesh(8), **options)
     for dtype in (np.float32, np.float16):
         sharded(np.ones((16, 8), dtype), np.ones(8, np.float32))
     assert seen == [np.float32, np.float16]

@@ -321,6 +321,31 @@ def test_all_that_comes_back_goes_on(form: str, monkeypatch) -> None:
     assert seen == [1, 1, 2, 2, 3, 3]
 
 
+@pytest.mark.parametrize(
+    "returned",
+    [
+        jnp.mean,
+        lambda y: {"loss": jnp.mean(y)},
+        lambda y: (jnp.mean(y), jnp.max(y)),
+        lambda y: y,
+    ],
+)
+@pytest.mark.parametrize("options", [{}, {"min_size": 8, "stationary": False}])
+def test_a_function_that_returns_no_state_is_compared(returned, options) -> None:
+    """An evaluation, or what decodes."""
+    p, x = {"w": jnp.arange(256.0).reshape(16, 16) / 256}, jnp.ones((8, 16))
+    assert_parity(lambda p, x: returned(x @ p["w"]), make_mesh("8"), p, x, **options)
+    spoiled = jax.tree.map(lambda w: w + 1, p)
+    calls = []
+
+    def changes(p, x):
+        calls.append(None)
+        return returned(x @ (p if len(calls) == 1 else spoiled)["w"])
+
+    with pytest.raises(AssertionError, match="results"):
+        assert_parity(changes, make_mesh("8"), p, x, **options)
+
+
 def test_a_step_whose_caches_alone_come_back_goes_on(monkeypatch) -> None:
     """Generation: the parameters are read only, and no state comes back."""
 
