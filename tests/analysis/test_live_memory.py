@@ -145,3 +145,77 @@ def test_the_highest_point_is_what_the_compiler_takes(kind) -> None:
     report = step.on("h100:8", state, batch)
     highest = max(size for _, size in report.timeline.live)
     assert highest == pytest.approx(report.memory.temporary, rel=0.05)
+
+
+def test_an_operand_lives_until_its_transfer_is_done() -> None:
+    entry = """
+  %x = f32[64,128] parameter(0)
+  %y = f32[64,128] sort(%x), dimensions={0}
+  %r = ((f32[64,128]), f32[8,128]) reduce-scatter-start(%y), dimensions={0}
+  %v = f32[64,128] sort(%x), dimensions={1}
+  %d = f32[8,128] reduce-scatter-done(%r)
+  %w = f32[64,128] sort(%v), dimensions={0}
+"""
+    live = arrays(entry)
+    assert (live["v"], live["w"]) == (2, 2)
+
+
+def test_each_result_of_a_joined_transfer_has_its_own_memory() -> None:
+    """An operation that writes over one of them still reads the other."""
+    fused = """
+%fused (a: f32[64,128], b: f32[128,128]) -> f32[64,128] {
+  %a = f32[64,128] parameter(0)
+  %b = f32[128,128] parameter(1)
+  %c = f32[64,128] slice(%b), slice={[0:64], [0:128]}
+  ROOT %s = f32[64,128] add(%a, %c)
+}
+"""
+    entry = """
+  %p = f32[8,128] parameter(0)
+  %q = f32[16,128] parameter(1)
+  %s = ((f32[8,128], f32[16,128]), (f32[64,128], f32[128,128])) all-gather-start(%p, %q)
+  %d = (f32[64,128], f32[128,128]) all-gather-done(%s)
+  %g = f32[64,128] get-tuple-element(%d), index=0
+  %h = f32[128,128] get-tuple-element(%d), index=1
+  %f = f32[64,128] fusion(%g, %h), kind=kLoop, calls=%fused
+  %e = f32[64,128] sort(%f), dimensions={0}
+"""
+    live = arrays(entry, fused)
+    assert (live["s"], live["f"], live["e"]) == (3, 3, 2)
+
+
+def test_the_operand_that_ends_is_written_over() -> None:
+    """Whichever place it has; arguments and what is read later stay."""
+    entry = """
+  %x = f32[64,128] parameter(0)
+  %y = f32[64,128] sort(%x), dimensions={0}
+  %a = f32[64,128] add(%x, %y)
+  %v = f32[64,128] sort(%x), dimensions={1}
+  %b = f32[64,128] add(%a, %v)
+  %w = f32[64,128] sort(%a), dimensions={1}
+"""
+    live = arrays(entry)
+    assert (live["a"], live["b"]) == (1, 2)
+
+
+def test_a_copy_into_another_layout_takes_memory_of_its_own() -> None:
+    entry = """
+  %x = f32[64,128]{1,0} parameter(0)
+  %y = f32[64,128]{1,0} sort(%x), dimensions={0}
+  %m = f32[64,128]LAYOUT copy(%y)
+"""
+    sizes = [arrays(entry.replace("LAYOUT", x))["m"] for x in ("{1,0}", "{0,1}")]
+    assert sizes == [1, 2]
+
+
+def test_a_copy_to_other_memory_is_what_it_makes() -> None:
+    entry = """
+  %x = f32[64,128]{1,0} parameter(0)
+  %y = f32[64,128]{1,0} sort(%x), dimensions={0}
+  %s = (f32[64,128]{1,0:S(1)}, f32[64,128]{1,0}, u32[]) copy-start(%y)
+  %d = f32[64,128]{1,0:S(1)} copy-done(%s)
+  %t = (f32[64,128]{1,0}, f32[64,128]{1,0:S(1)}, u32[]) copy-start(%d)
+  %e = f32[64,128]{1,0} copy-done(%t)
+"""
+    live = arrays(entry)
+    assert (live["s"], live["t"]) == (1, 1)

@@ -31,11 +31,13 @@ _SLICES = ("dynamic-slice", "slice", "gather")
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """One array of an instruction's shape; `on_chip` if it is not in device memory."""
+    """One array of an instruction's shape; `on_chip` if it is not in device memory, and
+    `layout` the order of its dimensions there, as text."""
 
     dtype: str
     dims: tuple[int, ...]
     on_chip: bool = False
+    layout: str = field(default="", compare=False)
 
     @property
     def elements(self) -> int:
@@ -65,7 +67,12 @@ class Cost:
 def arrays_of(shape: str) -> list[Array]:
     """The arrays in the text of a shape, tuples flattened."""
     return [
-        Array(dtype, tuple(integers(dims)), bool(re.search(r"S\([1-9]\)", layout)))
+        Array(
+            dtype,
+            tuple(integers(dims)),
+            bool(re.search(r"S\([1-9]\)", layout)),
+            re.sub(r"S\(\d+\)", "", layout),
+        )
         for dtype, dims, layout in _ARRAY.findall(shape)
         if dtype != "token"
     ]

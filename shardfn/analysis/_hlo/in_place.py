@@ -1,14 +1,15 @@
 """What a compiler may write over an operand.
 
-In: one operation of a scheduled program. Out: the operands whose memory its results may
-take, if nothing reads them later: those of which element `i` of a result is made, and
-nothing else.
+In: one operation of a scheduled program, and its operands that nothing reads later.
+Out: those of them whose memory its results may take: of which element `i` of a result
+is made, and nothing else, and which lie in memory in the same way.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from shardfn.analysis._hlo.cost import FUSIONS, arrays_of, bits_of
 from shardfn.analysis._hlo.parse import Computation, Instruction, Module, integers
@@ -24,22 +25,28 @@ _ELEMENTWISE = frozenset(
 
 
 def written_over(
-    instr: Instruction, comp: Computation, module: Module
+    instr: Instruction, last: Collection[str], comp: Computation, module: Module
 ) -> Iterator[str]:
     """Names of the operands that an operation may write a result over, one for each of
-    its results at most."""
+    its results at most.
+
+    Args:
+      instr: the operation.
+      last: those of its operands that nothing reads later, each alone in its memory.
+      comp: where it runs.
+      module: the program.
+    """
     if instr.opcode in FUSIONS:
-        yield from _of_fusion(instr, module)
+        yield from _of_fusion(instr, last, module)
     elif instr.opcode in _ELEMENTWISE:
-        alike = (
-            name
-            for name in instr.operands
-            if _elements(comp.instructions[name].shape) == _elements(instr.shape)
-        )
-        yield from _first(alike)
+        each = (name for name in instr.operands if name in last)
+        fits = (n for n in each if _lies_alike(comp.instructions[n], instr))
+        yield from itertools.islice(fits, 1)
 
 
-def _of_fusion(fusion: Instruction, module: Module) -> Iterator[str]:
+def _of_fusion(
+    fusion: Instruction, last: Collection[str], module: Module
+) -> Iterator[str]:
     inside = module.called(fusion, "calls")[0]
     root = inside.root
     results = [*root.operands] if root.opcode == "tuple" else [root.name]
@@ -50,12 +57,12 @@ def _of_fusion(fusion: Instruction, module: Module) -> Iterator[str]:
     for instr in inside.instructions.values():
         if instr.opcode != "parameter" or not results:
             continue
-        made = _made_elementwise(instr, root, users)
-        size = _elements(instr.shape)
+        operand = fusion.operands[integers(instr.arguments)[0]]
+        made = _made_elementwise(instr, root, users) if operand in last else ()
         for result in results if made else ():
-            if result in made and _elements(inside.instructions[result].shape) == size:
+            if result in made and _lies_alike(instr, inside.instructions[result]):
                 results.remove(result)
-                yield fusion.operands[integers(instr.arguments)[0]]
+                yield operand
                 break
 
 
@@ -81,13 +88,12 @@ def _count(shape: str) -> int:
     return arrays[0].elements if len(arrays) == 1 else 0
 
 
-def _elements(shape: str) -> tuple[int, int]:
-    """How many elements an array has, and the bits of one."""
-    arrays = arrays_of(shape)
-    return (
-        (arrays[0].elements, bits_of(arrays[0].dtype)) if len(arrays) == 1 else (0, 0)
-    )
-
-
-def _first(names: Iterator[str]) -> Iterator[str]:
-    yield from ([name] if (name := next(names, None)) is not None else [])
+def _lies_alike(one: Instruction, other: Instruction) -> bool:
+    """Whether two arrays take as much memory, and of one shape lie in it in one order:
+    a copy may be there for that."""
+    arrays = [arrays_of(each.shape) for each in (one, other)]
+    if not all(len(each) == 1 for each in arrays):
+        return False
+    (a,), (b,) = arrays
+    alike = a.elements == b.elements and bits_of(a.dtype) == bits_of(b.dtype)
+    return alike and (a.dims != b.dims or a.layout == b.layout)

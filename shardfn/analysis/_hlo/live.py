@@ -11,6 +11,7 @@ behind that.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shardfn.analysis._hlo.cost import FUSIONS, arrays_of
@@ -43,6 +44,8 @@ def live_bytes(comp: Computation, module: Module) -> dict[str, int]:
     last: dict[tuple[str, int], int] = {}
     for at, instr in enumerate(order):
         read = () if instr.element is not None else instr.operands
+        if instr.opcode.endswith("-done"):  # until then a transfer reads
+            read = (*read, *comp.instructions[read[0]].operands)
         for name in (instr.name, *read):
             last |= dict.fromkeys(values.buffers.get(name, ()), at)
     last |= dict.fromkeys(values.buffers[comp.root.name], len(order))
@@ -54,7 +57,10 @@ def live_bytes(comp: Computation, module: Module) -> dict[str, int]:
         freed = ends.get(at, Counter())
         own = sum(sizes[b] for b in values.own.get(instr.name, ()))
         if own:
-            for name in written_over(instr, comp, module):
+            ended = [
+                name for name in instr.operands if values.alone(name, instr, freed)
+            ]
+            for name in written_over(instr, ended, comp, module):
                 own -= sum(freed.pop(b, 0) for b in values.buffers[name])
         live += own
         found[instr.name] = live
@@ -94,6 +100,8 @@ class _Values:
         of = [self.buffers.get(o, frozenset()) for o in instr.operands]
         if instr.opcode == "tuple":
             self.alias(instr, of)
+        elif instr.opcode.endswith("-done") and instr.operands[0] in self.own:
+            self.alias(instr, [frozenset({b}) for b in self.own[instr.operands[0]]])
         elif (at := instr.element) is not None:
             inside = self.parts.get(instr.operands[0], ())
             self.buffers[instr.name] = inside[at] if at < len(inside) else of[0]
@@ -105,6 +113,15 @@ class _Values:
             self.buffers[instr.name] = of[at - 1]
         else:
             self.make(instr)
+
+    def alone(
+        self, name: str, reader: Instruction, freed: Mapping[tuple[str, int], int]
+    ) -> bool:
+        """Whether all memory that an operand lies in is freed behind its reader, and no
+        other operand of that lies there."""
+        here = self.buffers.get(name, frozenset())
+        sharing = [o for o in reader.operands if here & self.buffers.get(o, here)]
+        return len(here) == len(sharing) == 1 and all(map(freed.get, here))
 
     def alias(self, instr: Instruction, parts: list[Buffers]) -> None:
         self.parts[instr.name] = parts
@@ -125,6 +142,8 @@ def _own_bytes(instr: Instruction) -> list[int]:
     if instr.opcode in _NO_MEMORY:
         return []
     made = arrays_of(instr.shape)
+    if instr.opcode == "copy-start":  # what it makes comes first, unlike elsewhere
+        return [made[0].bytes]
     if instr.opcode.endswith("-start") and len(made) > len(instr.operands):
         made = made[len(instr.operands) :]
     return [a.bytes for a in made]
