@@ -43,9 +43,9 @@ def live_bytes(comp: Computation, module: Module) -> dict[str, int]:
     sizes = values.sizes | dict.fromkeys(_outside(comp, values, module), 0)
     last: dict[tuple[str, int], int] = {}
     for at, instr in enumerate(order):
-        read = () if instr.element is not None else instr.operands
+        read: tuple[str, ...] = () if instr.element is not None else instr.operands
         if instr.opcode.endswith("-done"):  # until then a transfer reads
-            read = (*read, *comp.instructions[read[0]].operands)
+            read += comp.instructions[instr.operands[0]].operands
         for name in (instr.name, *read):
             last |= dict.fromkeys(values.buffers.get(name, ()), at)
     last |= dict.fromkeys(values.buffers[comp.root.name], len(order))
