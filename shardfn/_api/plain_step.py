@@ -39,7 +39,7 @@ from shardfn._lowering.planned_program import Planned
 from shardfn._trace.containers import classes_closed, closed_inside
 from shardfn._trace.state_arguments import find_state
 from shardfn._trace.state_texts import found_note, refuse_readings
-from shardfn._trace.trace_step import CallTrace, trace, trace_once
+from shardfn._trace.trace_step import CallTrace, failure, trace, trace_once
 from shardfn.storage._arrives_stored import arrives_stored
 from shardfn.storage._layout import layouts
 from shardfn.storage._leaves import leaves_of
@@ -107,7 +107,7 @@ class PlainStep:
         if key not in self.found:
             found = self.find(leaves, treedef, axes, mesh)
             if found is None:  # whatever is wrong with this call is that of no other
-                return given
+                return replace(given, hints=failure(self.call_with, leaves, treedef))
             self.found[key] = replace(found, parameters=names)
         found = self.found[key]
         stored = self.arriving_stored(args, found, axes)

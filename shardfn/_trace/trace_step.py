@@ -140,6 +140,21 @@ def trace_once(
     return None
 
 
+def failure(
+    step: Callable[..., Any], leaves: Sequence[Leaf], treedef: Any
+) -> tuple[str, ...]:
+    """What a step raises that `trace_once` could not trace, in a line for errors of its
+    arguments, whose meaning is not known then; none if that is of where it runs."""
+    try:
+        jax.eval_shape(step, *jax.tree.unflatten(treedef, [x.aval for x in leaves]))
+    except (NameError, ShardingError):  # of a mesh axis that is not bound here
+        return ()
+    except Exception as error:  # of the user's
+        said = f"{type(error).__name__}: {error}".partition("\n")[0]
+        return (f"the step fails where it is traced to find its state: {said}",)
+    return ()
+
+
 def trace(
     step: GlobalStep,
     states: tuple[Any, ...],

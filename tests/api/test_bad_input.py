@@ -266,6 +266,24 @@ def test_a_batch_that_the_devices_do_not_divide(good, state) -> None:
     )
 
 
+def test_a_mistake_in_the_step_is_named_before_uneven_rows(mesh) -> None:
+    """Where it cannot be traced, what comes back is not known: moments of 50 rows are
+    taken for a batch."""
+
+    def train_step(params, moments, x):
+        loss = lambda w: jnp.mean((x @ w @ jnp.ones((7, 2))) ** 2)  # noqa: E731
+        grads = jax.grad(loss)(params)
+        return params - grads, moments + grads
+
+    w = jnp.ones((50, 3))
+    words = (
+        "cannot split evenly.\n  the step fails where it is traced to find its state: "
+        r"TypeError: dot_general requires contracting .*\(3,\) and \(7,\)"
+    )
+    with pytest.raises(shardfn.ShardingError, match=words):
+        shardfn.fully_shard(train_step, mesh).plan(w, w, jnp.ones((16, 50)))
+
+
 def test_rows_behind_microbatches_are_named(mesh, state) -> None:
     def step(state, batch):
         return state, batch["x"].sum()
