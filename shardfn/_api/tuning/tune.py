@@ -155,7 +155,7 @@ def _check_names(step: Callable[..., Any], named: Mapping[str, Any]) -> None:
     such; others are named when the step is called."""
     try:
         there = inspect.signature(step).parameters.values()
-    except ValueError:  # of some functions in C
+    except (TypeError, ValueError):  # of no function, or of some in C
         return
     if any(p.kind is p.VAR_KEYWORD for p in there):
         return
