@@ -12,12 +12,12 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Runs a block, or a function that it decorates, without collections, which took 5%
-    to 20% of planning. Where the user has none, there are none behind it, either.
+    """Runs a block, or a function that it decorates, without collections. Where the user
+    has none, there are none behind it, either.
 
-    What they would free lives until the next one: of a step with 192 unrolled layers,
-    5% of the process's memory. Objects in no circles are freed at once, as ever. It is
-    of the process: of two threads that plan, the first that is done ends it for both.
+    What they would free lives until the next one. Objects in no circles are freed at
+    once, as ever. It is of the process: of two threads that plan, the first that is
+    done ends it for both.
     """
     if not gc.isenabled():
         yield
