@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Runs a block, or a function that it decorates, without collections. Where the user
-    has none, there are none behind it, either.
+    """Runs a block, or a function that it decorates, without collections. Where the
+    user has none, there are none behind it, either.
 
     What they would free lives until the next one. Objects in no circles are freed at
     once, as ever. It is of the process: of two threads that plan, the first that is
