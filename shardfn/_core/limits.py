@@ -127,11 +127,12 @@ that instead: every device then makes all of the weight, not a part."""
 
 GENERATED_FLOPS = 2**30
 """FLOPs of a device on whole rows that the step itself makes, from which on splitting
-these is tried: fewer take microseconds."""
+these is tried: fewer take microseconds. What is sent of such rows, and of what weights
+make of them in parts, counts as the FLOPs that take as long (`REPEATED_FLOPS`)."""
 
 GENERATED_SHARE = 0.2
-"""The part of a device's FLOPs that these have to be, too, and the part of the time, by
-`REPEATED_FLOPS`, that has to be saved for rows to be split."""
+"""The part of the time, by `REPEATED_FLOPS`, that these have to take, too, and the part
+that has to be saved for rows to be split."""
 
 GENERATED_TRIALS = 8
 """Operations that make rows of which each dimension is tried, those with most work

@@ -50,16 +50,9 @@ def sent(
         if isinstance(step, Reshard):
             if not counts(program, step):
                 continue
-            moves = [move for _, move in communicating_moves(step, axes)]
-            total += times * sum(
-                move.wire_bytes(step.part_shape, axes, step.itemsize) for move in moves
-            )
-            if step.together in (None, step.result):
-                collectives += times * sum(
-                    message.times
-                    for move in moves
-                    for message in move.messages(step.part_shape, axes)
-                )
+            size, count = sent_by(step, axes)
+            total += times * size
+            collectives += times * count
             continue
         inner = times * (unknown if step.times is None else step.times or 1)
         bodies: Sequence[Made] = [
@@ -73,6 +66,20 @@ def sent(
         total += sum(part.bytes for part in parts)
         collectives += sum(part.collectives for part in parts)
     return Sent(round(total), collectives)
+
+
+def sent_by(step: Reshard, axes: Axes) -> tuple[float, int]:
+    """The bytes that each device sends for one step of a plan, and its collectives."""
+    moves = [move for _, move in communicating_moves(step, axes)]
+    size = sum(move.wire_bytes(step.part_shape, axes, step.itemsize) for move in moves)
+    collectives = 0
+    if step.together in (None, step.result):
+        collectives = sum(
+            message.times
+            for move in moves
+            for message in move.messages(step.part_shape, axes)
+        )
+    return size, collectives
 
 
 def communicating_moves(step: Reshard, axes: Axes) -> Iterator[tuple[int, Move]]:

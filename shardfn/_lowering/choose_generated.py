@@ -9,7 +9,7 @@ GAN have no batch: each device would work on all of these rows.
 
 import functools
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -21,18 +21,22 @@ from shardfn._core.limits import (
     GENERATED_FLOPS,
     GENERATED_SHARE,
     GENERATED_TRIALS,
+    LATENCY_BYTES,
     REPEATED_FLOPS,
 )
-from shardfn._core.plan import Apply, BodyPlan
+from shardfn._core.plan import Apply, BodyPlan, Reshard
 from shardfn._core.program import Node, Program, number_of
-from shardfn._core.sent_bytes import Made, sent
-from shardfn._core.sharding import Axes, Split
+from shardfn._core.sent_bytes import Made, sent, sent_by
+from shardfn._core.sharding import Axes, Sharding, Split
 from shardfn._lowering.constrained_values import NodePath, with_result
 from shardfn._lowering.replanning import ProgramChoice, Replanning
 from shardfn.analysis._replicated import work_of
 
 GENERATORS = frozenset(compat.primitives("random_bits", "random_split", "iota"))
 """The operations that make rows of what has none; each device can make its own."""
+
+OF_BATCH = 1
+"""The bit of a mask that stands for rows of the batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +82,9 @@ def choose_generated(now: Replanning) -> GeneratedChoice:
         found = _largest(*best.made, axes, passed)
         if found is None:
             break
-        place, node, flops = found
-        if flops < max(GENERATED_FLOPS, GENERATED_SHARE * best.flops):
+        place, node, price = found
+        least = GENERATED_FLOPS / REPEATED_FLOPS
+        if price < max(least, GENERATED_SHARE * best.price):
             break
         passed.add(place)
         tried: dict[int, _Tried] = {}
@@ -142,15 +147,16 @@ def _dims(node: Node, axes: Axes) -> Iterator[int]:
 
 def _largest(
     program: Program, body: BodyPlan, axes: Axes, passed: set[NodePath]
-) -> tuple[NodePath, Node, int] | None:
-    """The generator, of those not `passed`, with most work on whole rows that are made
-    of its own, and how much that is on one device."""
+) -> tuple[NodePath, Node, float] | None:
+    """The generator, of those not `passed`, whose whole rows take most of one device,
+    and what they take: bytes, and those that could be sent meanwhile."""
     traced = _Traced(axes, passed)
-    traced.body(program, body, [0] * len(program.inputs), (), 1)
-    if not traced.flops:
+    given = [OF_BATCH * _is_of_batch(sharding) for sharding in body.inputs]
+    traced.body(program, body, given, (), 1)
+    if not traced.prices:
         return None
-    most = max(traced.flops, key=lambda k: (traced.flops[k], -k))
-    return *traced.found[most], traced.flops[most]
+    most = max(traced.prices, key=lambda k: (traced.prices[k], -k))
+    return *traced.found[most], traced.prices[most]
 
 
 def _has_rows(step: Apply, axes: Axes) -> bool:
@@ -163,22 +169,29 @@ def _has_rows(step: Apply, axes: Axes) -> bool:
     )
 
 
+def _is_of_batch(sharding: Sharding) -> bool:
+    """Whether an argument is given in rows."""
+    return any(isinstance(state, Split) and not state.stored for state in sharding)
+
+
 class _Traced:
     """A plan while it is traced which generators each value is made of.
 
     Attributes:
       axes: the mesh axes.
       passed: places of generators to leave out.
-      numbers: by place, the number of a generator; bit `n` of a mask stands for it.
-      found: the generators.
-      flops: by number, one device's work on what is made of its rows, whole.
+      numbers: by place, the number of a generator, from 1; that bit of a mask stands
+        for it, and the lowest one for rows of the batch.
+      found: by number, the generators.
+      prices: by number, what one device does on what is made of its rows, whole: bytes
+        of its moves, and those that could be sent while it computes.
     """
 
     def __init__(self, axes: Axes, passed: set[NodePath]):
         self.axes, self.passed = axes, passed
         self.numbers: dict[NodePath, int] = {}
-        self.found: list[tuple[NodePath, Node]] = []
-        self.flops = Counter[int]()
+        self.found: dict[int, tuple[NodePath, Node]] = {}
+        self.prices = defaultdict[int, float](float)
 
     def body(
         self,
@@ -192,7 +205,12 @@ class _Traced:
         counts no work. Returns the masks of its results."""
         masks = dict(zip(program.inputs, inputs, strict=True))
         for step in body.steps:
-            if not isinstance(step, Apply):
+            if isinstance(step, Reshard):
+                # Where a batch is met, what is sent may as well be of that.
+                mask = masks.get(step.source.value, 0)
+                if times and not mask & OF_BATCH:
+                    size, count = sent_by(step, self.axes)
+                    self.add(mask, times * (size + count * LATENCY_BYTES))
                 continue
             node = program.nodes[step.node]
             at = (*place, *node.outputs[:1])
@@ -233,13 +251,16 @@ class _Traced:
             return mask
         if times and (own := sum(flops_of(node.eqn).values())):
             own //= math.prod(self.axes.sizes[axis] for _, axis in step.parts)
-            for number in range(mask.bit_length()):
-                if mask >> number & 1:
-                    self.flops[number] += own * times
+            self.add(mask, own * times / REPEATED_FLOPS)
         if node.eqn.primitive in GENERATORS and node.rule is not None:
             if at not in self.passed and any(True for _ in _dims(node, self.axes)):
-                number = self.numbers.setdefault(at, len(self.found))
-                if number == len(self.found):
-                    self.found.append((at, node))
+                number = self.numbers.setdefault(at, len(self.numbers) + 1)
+                self.found[number] = at, node
                 mask |= 1 << number
         return mask
+
+    def add(self, mask: int, price: float) -> None:
+        """Counts this for each generator of a mask."""
+        for number in range(1, mask.bit_length()):
+            if mask >> number & 1:
+                self.prices[number] += price

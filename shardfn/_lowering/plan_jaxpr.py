@@ -90,10 +90,10 @@ def plan_jaxpr(
     def gathering(program: Program) -> Made:
         return replace(start, program=program).gathering()[1]
 
-    now = Replanning(planner.program, made, axes, gathering)
-    generated = choose_generated(now)
+    # Each trial finds narrow weights itself: those found so far may be of whole rows.
+    generated = choose_generated(Replanning(start.program, made, axes, gathering))
     if generated.program is not None:
-        start = replace(start, program=generated.program, narrow=planner.narrow)
+        start = replace(start, program=generated.program)
         planner, made, choice = start.choose()
 
     start, (planner, made, choice), lookups = start.with_lookups(planner, made, choice)

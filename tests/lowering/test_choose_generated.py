@@ -90,6 +90,17 @@ def gan(state, images, key):
     return new, values
 
 
+def images(state, key):
+    """Convolutions that devices can make by channel: none repeats work then, but they
+    send images."""
+    x = jax.random.normal(key, (64, 16, 1, 1))
+    for k, w in enumerate(state):
+        dims = ("NCHW", "OIHW", "NCHW")
+        how = ((2, 2), "SAME") if k else ((1, 1), "VALID")
+        x = jnp.tanh(jax.lax.conv_transpose(x, w, *how, dimension_numbers=dims))
+    return jnp.square(x - 0.5).mean()
+
+
 def image(state):
     """An implicit image: coordinates of all pixels, by counting."""
     rows, columns = jnp.divmod(jnp.arange(ROWS), 24)
@@ -135,6 +146,11 @@ CASES = {
         gan,
         {"g": weights(16, WIDE, WIDE, 32), "d": weights(32, WIDE, 1)},
         [IMAGES, KEY],
+    ),
+    "images": (
+        descend(images),
+        [jnp.full((b, a, 4, 4), 0.1) for a, b in ((16, 16), (16, 16), (16, 8))],
+        [KEY],
     ),
     "image": (descend(image), weights(2, WIDE, WIDE, 1), []),
     "rollouts": (descend(rollouts), weights(16, WIDE, 16), [KEY]),
