@@ -7,6 +7,7 @@ the new values.
 
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ from shardfn._core.call_arguments import (
     without,
 )
 from shardfn._core.errors import ShardingError, called, listed, step_name
+from shardfn._core.leaves import path_name
 from shardfn._core.optional import flax_nnx
 from shardfn.storage._shared_variables import shared
 
@@ -45,21 +47,25 @@ def _is_module(x: Any) -> bool:
 
 @jax.tree_util.register_pytree_with_keys_class
 class Variables(dict[str, Any]):
-    """The variables of modules, each once, by the names of the arguments; and what the
-    modules are besides."""
+    """The variables of modules, each once, by the names of the arguments; what the
+    modules are besides; and the variables of other arguments that a step has written
+    into, by their names."""
 
-    def __init__(self, states: Mapping[str, Any], graph: Any) -> None:
+    def __init__(
+        self, states: Mapping[str, Any], graph: Any, written: tuple[str, ...] = ()
+    ) -> None:
         super().__init__(states)
-        self.graph = graph
+        self.graph, self.written = graph, written
 
     def tree_flatten_with_keys(self) -> tuple[list[Any], tuple[Any, ...]]:
         """The variables of each argument."""
-        return [(DictKey(k), x) for k, x in self.items()], (tuple(self), self.graph)
+        form = tuple(self), self.graph, self.written
+        return [(DictKey(k), x) for k, x in self.items()], form
 
     @classmethod
     def tree_unflatten(cls, form: tuple[Any, ...], states: Sequence[Any]) -> Any:
-        names, graph = form
-        return cls(dict(zip(names, states, strict=True)), graph)
+        names, graph, written = form
+        return cls(dict(zip(names, states, strict=True)), graph, written)
 
 
 @jax.tree_util.register_static
@@ -95,19 +101,28 @@ class Call:
         """The step as a function of variables, which returns them first."""
         return pure(step, self.positions, tuple(self.modules))
 
-    def check_others(self) -> None:
-        """Raises if a module or a variable is inside another argument: what the step
-        does to it would be lost."""
+    def check_others(self, out: Any) -> None:
+        """Raises if what the step does to another argument would be lost: a module in
+        it, or a variable that it writes into.
+
+        Args:
+          out: what the pure function returns, with abstract values.
+        """
         nnx: Any = flax_nnx()
-        kinds = (nnx.Pytree, nnx.Variable)
-        found = jax.tree.leaves(self.others, is_leaf=lambda x: isinstance(x, kinds))
-        inside = [type(x).__name__ for x in found if isinstance(x, kinds)]
+        found = jax.tree.leaves(self.others, is_leaf=_is_module)
+        inside = [type(x).__name__ for x in found if isinstance(x, nnx.Pytree)]
         if inside:
             raise ShardingError(
                 f"{step_name()} updates modules in place, and another argument holds "
                 f"{listed(list(dict.fromkeys(inside)))}.\n{called()}"
                 "Pass each module, optimizer, metric and set of keys as an argument of "
                 "its own."
+            )
+        if out[0].written:
+            raise ShardingError(
+                f"{step_name()} writes into {listed(out[0].written)}, of an argument "
+                f"that is no module, and that would be lost.\n{called()}"
+                "Return what is new, or pass the module itself."
             )
 
     def comes_back(self, out: Any) -> bool:
@@ -175,8 +190,10 @@ def pure(
         )
         args = rejoined([modules[name] for name in names], rest)
         last = args[-1] if args and isinstance(args[-1], Named) else {}
+        given = [v for x in (*others, *named.values()) for v in _values(x)]
         out = step(*(args[:-1] if last else args), **last)
-        return _variables(modules), jax.tree.map(
+        written = _written(given)
+        return _variables(modules, written), jax.tree.map(
             lambda x: _Same(places[id(x)]) if id(x) in places else x,
             out,
             is_leaf=lambda x: id(x) in places,
@@ -190,10 +207,33 @@ def pure(
     return run
 
 
-def _variables(modules: Mapping[str, Any]) -> Variables:
+def _values(tree: Any) -> list[tuple[str, Any, list[Any]]]:
+    """The variables in other arguments than modules, as those of an `nnx.State`: their
+    names, and what they have now."""
+    nnx: Any = flax_nnx()
+    found, _ = jax.tree.flatten_with_path(
+        tree, is_leaf=lambda x: isinstance(x, nnx.Variable)
+    )
+    return [
+        (f"{type(x).__name__} {path_name(path)}".strip(), x, jax.tree.leaves(x))
+        for path, x in found
+        if isinstance(x, nnx.Variable)
+    ]
+
+
+def _written(given: Sequence[tuple[str, Any, list[Any]]]) -> tuple[str, ...]:
+    """The names of the variables that have other values by now."""
+    return tuple(
+        name
+        for name, variable, values in given
+        if any(map(operator.is_not, values, jax.tree.leaves(variable)))
+    )
+
+
+def _variables(modules: Mapping[str, Any], written: tuple[str, ...] = ()) -> Variables:
     nnx: Any = flax_nnx()
     graph, state = nnx.split(dict(modules), graph=True)
-    return Variables(state, graph)
+    return Variables(state, graph, written)
 
 
 def _nodes(modules: Mapping[str, Any]) -> list[Any]:

@@ -251,7 +251,7 @@ class ShardedStep(ReportMethods, Generic[P, R]):
             return None
         if call.comes_back(traced[1].out):
             return (None,)
-        call.check_others()
+        call.check_others(traced[1].out)
         return (step,)
 
     def _prepare(

@@ -5,6 +5,7 @@ the caller's modules with the values that `nnx.jit` gives, stored split; or an e
 import dataclasses
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -221,6 +222,50 @@ def test_a_module_inside_another_argument_is_refused() -> None:
     sharded = shardfn.fully_shard(step, MESH, min_size=0)
     with pytest.raises(shardfn.ShardingError, match="another argument holds 'Optim"):
         sharded(model, {"optimizer": optimizer}, jnp.ones((8, 16)))
+
+
+@pytest.mark.parametrize("in_jit", [False, True])
+def test_a_state_beside_a_module_is_a_pytree(in_jit: bool) -> None:
+    """Lookahead's two sets of parameters, and the module that they are put into."""
+    solver = optax.lookahead(optax.adam(1e-2), 2, 0.5)
+
+    def step(params, model, solver_state, x, y):
+        def loss(fast):
+            new = nnx.merge(nnx.graphdef(model), fast)
+            return jnp.mean((new(x) - y) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(params.fast)
+        updates, solver_state = solver.update(grads, solver_state, params)
+        return optax.apply_updates(params, updates), solver_state, value
+
+    if in_jit:
+        step = jax.jit(step)
+    model = nnx.Linear(16, 24, rngs=nnx.Rngs(0))
+    params = optax.LookaheadParams.init_synced(nnx.state(model, nnx.Param))
+    rows = jax.random.normal(jax.random.key(0), (2, 8, 24))
+    batch = rows[0, :, :16], rows[1]
+    plain = ours = params, solver.init(params)
+    sharded = shardfn.fully_shard(step, MESH, min_size=0, donate=False)
+    for _ in range(3):
+        *plain, expected = jax.jit(step)(plain[0], model, plain[1], *batch)
+        *ours, value = sharded(ours[0], model, ours[1], *batch)
+        np.testing.assert_allclose(value, expected, rtol=1e-5)
+    chex.assert_trees_all_close(ours, plain, rtol=1e-5, atol=1e-6)
+    (kernel,) = {x.sharding for x in jax.tree.leaves(ours[0]) if x.ndim == 2}
+    assert not kernel.is_fully_replicated
+
+
+def test_writing_into_a_state_beside_a_module_is_refused() -> None:
+    def step(model, state, x):
+        state["kernel"][...] += 1.0
+        model.kernel[...] *= 2.0
+        return jnp.sum(model(x) @ state["kernel"].get_value().T)
+
+    model = nnx.Linear(16, 24, rngs=nnx.Rngs(0))
+    sharded = shardfn.fully_shard(step, MESH, min_size=0)
+    message = "writes into 'Param kernel', of an argument that is no module"
+    with pytest.raises(shardfn.ShardingError, match=message):
+        sharded(model, nnx.state(model), jnp.ones((8, 16)))
 
 
 class Counted(nnx.Module):
