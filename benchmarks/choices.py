@@ -26,7 +26,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import optax
-from choices_loops import discriminator, factored, minibatches, squashed
+from choices_loops import discriminator, factored, generator, minibatches, squashed
 from criteria_cases import LLAMA3_8B, Model
 from criteria_models import attend, init, mlp, narrow, norm
 from jax import lax
@@ -277,6 +277,7 @@ CASES: Mapping[str, tuple[str, Callable[[], tuple[Step, Any, Any]]]] = {
     "generation": ("loops", generation),
     "quantized": ("narrow", quantized),
     "points": ("generated", points),
+    "generator": ("generated", generator),
     "squashed": ("factors behind", squashed),
     "factored": ("factors behind", factored),
     "minibatches": ("once in front", minibatches),

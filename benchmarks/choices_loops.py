@@ -1,6 +1,6 @@
 """Steps for `choices.py` whose loops share what is not a plain weight, or whose rows
 have two origins: recurrent networks with squashed weights, minibatches that take rows
-of a rollout by their numbers, as in PPO, and a GAN's discriminator.
+of a rollout by their numbers, as in PPO, and both halves of a GAN.
 """
 
 from typing import Any
@@ -112,3 +112,36 @@ def discriminator() -> tuple[Any, Any, Any]:
         "key": KEY,
     }
     return step, state, Shape((rows, noise), jnp.float32)
+
+
+def generator() -> tuple[Any, Any, Any]:
+    """DCGAN's: it makes 8,192 images of noise, which are judged by convolutions."""
+    rows, sizes = 8192, (100, 512, 256, 128, 64, 3)
+    layout = "NCHW", "OIHW", "NCHW"
+
+    def made(ws: Any, noise: jax.Array) -> jax.Array:
+        x = noise[..., None, None]
+        for k, w in enumerate(ws):
+            how = ((2, 2), "SAME") if k else ((1, 1), "VALID")
+            x = lax.conv_transpose(x, w, *how, dimension_numbers=layout)
+            x = jnp.tanh(x) if k == len(ws) - 1 else jax.nn.relu(x)
+        return x
+
+    def judged(ws: Any, x: jax.Array) -> jax.Array:
+        for w in ws:
+            x = jax.nn.leaky_relu(lax.conv_general_dilated(x, w, (2, 2), "SAME"), 0.2)
+        return x.sum((1, 2, 3))
+
+    def step(state: Any, key: jax.Array) -> Any:
+        def loss(ws: Any) -> jax.Array:
+            noise = jax.random.normal(key, (rows, sizes[0]))
+            return jax.nn.softplus(-judged(state["judge"], made(ws, noise))).mean()
+
+        value, grads = jax.value_and_grad(loss)(state["w"])
+        w = jax.tree.map(lambda w, g: w - 0.1 * g, state["w"], grads)
+        return {**state, "w": w}, value
+
+    pairs = list(zip(sizes, sizes[1:], strict=False))
+    w = [Shape((out, into, 4, 4), jnp.float32) for into, out in pairs]
+    judge = [Shape((into, out, 4, 4), jnp.float32) for into, out in pairs[:0:-1]]
+    return step, {"w": w, "judge": judge}, KEY
