@@ -6,7 +6,7 @@ device: elements and scales of int8, NF4 or float8; and thin factors of a matrix
 is cast to fewer bits is cast before it is gathered, as by default.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from shardfn._core.constraint import replicate
@@ -14,12 +14,13 @@ from shardfn._core.equation_flops import flops_of
 from shardfn._core.errors import where
 from shardfn._core.limits import LOOP_LIVE, NARROW_SHARE, REPEATED_FLOPS
 from shardfn._core.phases import UPDATE
-from shardfn._core.plan import Apply, BodyPlan
+from shardfn._core.plan import Apply, BodyPlan, Reshard, Step
 from shardfn._core.program import Node, Program
 from shardfn._core.sent_bytes import Made, sent
 from shardfn._core.sharding import Sharding, Split
 from shardfn._core.sizes import nbytes
 from shardfn._lowering.constrained_values import BodyPath, with_operands
+from shardfn._lowering.leaf_uses import parts_ahead
 from shardfn._lowering.live_bytes import live_bytes
 from shardfn._lowering.replanning import ProgramChoice, Replanning
 
@@ -90,16 +91,19 @@ def choose_narrow_gathers(now: Replanning) -> tuple[Made, NarrowChoice]:
 
 
 def _found(
-    program: Program, plan: BodyPlan, path: BodyPath
+    program: Program, plan: BodyPlan, path: BodyPath, ahead: Sequence[BodyPlan] = ()
 ) -> Iterator[tuple[BodyPath, _Cut, str]]:
     """The narrower cuts of all that is gathered, the body they are in, and where in the
-    user's code the gathered value is made."""
-    cuts = _Cuts(program, plan)
-    for step in plan.steps:
+    user's code the gathered value is made; `ahead` are parts of the body that run in
+    earlier iterations."""
+    first = [step for part in ahead for step in part.steps]
+    moves = (step for step in first if isinstance(step, Reshard))
+    cuts = _Cuts(program, (*first, *plan.steps), plan.inputs)
+    for step in (*moves, *plan.steps):
         if isinstance(step, Apply):
-            node = program.nodes[step.node]
+            node, parts = program.nodes[step.node], parts_ahead(step, ahead)
             for k, bodies in enumerate(zip(node.bodies, step.bodies, strict=True)):
-                yield from _found(*bodies, (*path, *node.outputs[:1], k))
+                yield from _found(*bodies, (*path, *node.outputs[:1], k), parts)
         elif step.gathers_state and step.source.value in cuts.makers:
             cut = cuts.of(step.source.value)
             own = nbytes(program.avals[step.source.value])
@@ -115,29 +119,31 @@ class _Cuts:
 
     Attributes:
       program: the body.
-      plan: its plan.
+      steps: those of its plan.
+      inputs: the shardings of its arguments.
       makers: by value, the operation that makes it.
       env: by value, its sharding as it is made.
       known: by value, its cut.
-      ahead: the values whose cuts are not known yet.
+      next: the values whose cuts are not known yet.
     """
 
     program: Program
-    plan: BodyPlan
+    steps: Sequence[Step]
+    inputs: Sequence[Sharding]
     makers: dict[int, Apply] = field(init=False)
     env: dict[int, Sharding] = field(init=False)
     known: dict[int, _Cut] = field(default_factory=dict)
-    ahead: Iterator[int] = field(init=False)
+    next: Iterator[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.makers = {
             value: step
-            for step in self.plan.steps
+            for step in self.steps
             if isinstance(step, Apply)
             for value in self.program.nodes[step.node].outputs
         }
-        self.ahead = iter(self.makers)
-        self.env = dict(zip(self.program.inputs, self.plan.inputs, strict=True))
+        self.next = iter(self.makers)
+        self.env = dict(zip(self.program.inputs, self.inputs, strict=True))
         for step in self.makers.values():
             made = self.program.nodes[step.node].outputs, step.result_shardings
             self.env.update(zip(*made, strict=True))
@@ -148,7 +154,7 @@ class _Cuts:
         if value not in self.makers:
             return self.own(value)
         while value not in self.known:  # in order: what it is made of comes first
-            self.find(next(self.ahead))
+            self.find(next(self.next))
         return self.known[value]
 
     def own(self, value: int) -> _Cut:

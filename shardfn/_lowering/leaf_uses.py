@@ -50,6 +50,14 @@ class _Gathered:
     size: int
 
 
+def parts_ahead(step: Apply, around: Sequence[BodyPlan] = ()) -> list[BodyPlan]:
+    """The parts of the bodies of `step` that run in earlier iterations: of a loop those
+    that go ahead, and of a call those of such parts `around` it that call the same."""
+    calls = (s for part in around for s in part.steps if isinstance(s, Apply))
+    same = (call.bodies[0] for call in calls if call.bodies and call.node == step.node)
+    return [*(each.part for each in step.ahead), *same]
+
+
 def uses_of(
     program: Program,
     body: BodyPlan,
@@ -90,10 +98,7 @@ def uses_of(
             continue
         node = program.nodes[step.node]
         inner = times * (step.times or 1)
-        parts = [each.part for each in step.ahead]
-        for plan in ahead:
-            calls = (s for s in plan.steps if isinstance(s, Apply) and s.bodies)
-            parts += [call.bodies[0] for call in calls if call.node == step.node]
+        parts = parts_ahead(step, ahead)
         given = gathers if node.is_loop else entering
         for k, region in enumerate(node.regions):
             inside = node.bodies[k]

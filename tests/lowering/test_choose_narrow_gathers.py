@@ -100,17 +100,23 @@ def arguments(base: Any) -> tuple[Any, jax.Array]:
 
 
 @pytest.mark.covering(1)
+@pytest.mark.parametrize("prefetch", ["auto", "first", 2])
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_in_few_bits_is_gathered(name: str, remat: bool) -> None:
+def test_what_is_in_few_bits_is_gathered(
+    name: str, remat: bool, prefetch: str | int
+) -> None:
+    """Where it is used, or in an iteration before."""
     make, base = CASES[name]
     state, x = arguments(base)
-    step = shardfn.fully_shard(adapted(make, remat), cpu_mesh(8), **OPTIONS)
+    options = {"prefetch": prefetch, **OPTIONS}
+    step = shardfn.fully_shard(adapted(make, remat), cpu_mesh(8), **options)
     plan = step.plan(state, x)
     gathers = [c for c in plan.collectives if c.path.startswith("base")]
     assert {c.path for c in gathers} == {"base/q", "base/s"}
     assert {c.dtype for c in gathers if c.path == "base/q"} == {str(base["q"].dtype)}
     assert {c.op for c in gathers} == {"all_gather"}
+    assert {bool(c.ahead) for c in gathers} == {prefetch != "auto"}
     (line,) = [n for n in plan.notes if n.startswith("gathered before it becomes")]
     assert "test_choose_narrow_gathers.py:" in line
     args = step.shard(state), x
