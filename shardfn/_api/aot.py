@@ -13,8 +13,9 @@ import jax
 
 from shardfn._api.compiled_steps import Programs
 from shardfn._api.fit_offload import Built, fitting
-from shardfn._api.planner import describe, dimensions_of
+from shardfn._api.planner import describe
 from shardfn._api.predicted_latencies import are_predicted
+from shardfn._api.stored_dimensions import dimensions_of
 from shardfn._api.tuning.advise import advise, stored_otherwise
 from shardfn._core.automatic_axes import part_shape
 from shardfn._core.call_arguments import Rest

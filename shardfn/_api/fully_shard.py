@@ -15,10 +15,10 @@ from shardfn._api.compiled_steps import Programs
 from shardfn._api.local_step import LocalStep
 from shardfn._api.options import Options, shows_options
 from shardfn._api.plain_step import PlainStep, Step
-from shardfn._api.planner import stored_by_use
 from shardfn._api.pmapped import unwrapped
 from shardfn._api.predicted_latencies import Latencies
 from shardfn._api.sharded_step import ShardedStep
+from shardfn._api.stored_dimensions import stored_by_use
 from shardfn._api.tuning.tuned_options import read
 from shardfn._api.validate import (
     check_argnums,

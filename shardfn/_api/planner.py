@@ -4,7 +4,7 @@ In: the step, leaves of its state and batch with their shardings. Out: `Planned`
 emit can run, and from it the `Plan` that people read.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,17 +16,12 @@ from shardfn._api.residual_notes import residual_notes
 from shardfn._core import compat
 from shardfn._core.automatic_axes import auto_names
 from shardfn._core.control import Control
-from shardfn._core.errors import listed
 from shardfn._core.leaves import Leaf, leaf_name
-from shardfn._core.limits import STATIONARY_BYTES, STATIONARY_SHARE
 from shardfn._core.memories import HOST
-from shardfn._core.option_values import StoredAxis
 from shardfn._core.program import Program
 from shardfn._core.sharding import Axes, Sharding
-from shardfn._core.shown_limits import SHOWN_LEAVES
-from shardfn._lowering.choose_dimensions import StoredByUse, choose_dimensions
 from shardfn._lowering.interpreter import emit
-from shardfn._lowering.plan_jaxpr import Planner, plan_jaxpr
+from shardfn._lowering.plan_jaxpr import plan_jaxpr
 from shardfn._lowering.planned_jaxpr import StepFacts
 from shardfn._lowering.planned_program import Planned
 from shardfn._trace.early_lookups import look_up_early
@@ -87,10 +82,10 @@ def plan_traced(
         return look_up_early(program) if axes.indexes_memory else program
 
     made = plan_jaxpr(
-        *(traced.jaxpr, inputs, _required(traced, stored, inputs), axes),
+        *(traced.jaxpr, inputs, required_of(traced, stored, inputs), axes),
         small=min_size,
         control=control,
-        facts=_facts(traced, state, arguments, arrange),
+        facts=facts_of(traced, state, arguments, arrange),
         observe=dumping(axes),
     )
     unused = _unused_axes(made.program, state, axes)
@@ -107,15 +102,17 @@ def plan_traced(
         traced,
         made.program,
         made.body,
+        made.begun,
         *given,
         notes,
         unused,
         min_size,
         made.stationary,
+        lookups=made.lookups,
     )
 
 
-def _required(
+def required_of(
     traced: TracedStep, stored: Sequence[Sharding], inputs: Sequence[Sharding]
 ) -> list[Sharding | None]:
     """The shardings that results must have: those of the state and of caches."""
@@ -126,12 +123,13 @@ def _required(
     return required
 
 
-def _facts(
+def facts_of(
     traced: TracedStep,
     state: Sequence[Leaf],
     arguments: Sequence[Any],
     arrange: Callable[[Program], Program],
 ) -> StepFacts:
+    """What is known of a step with these arguments, and how it is arranged."""
     autos = [leaf.auto or () for leaf in state]
     return StepFacts(
         arguments,
@@ -142,65 +140,6 @@ def _facts(
         frozenset(i for i, leaf in enumerate(state) if leaf.memory == HOST),
         frozenset((*range(len(state)), *(j for j, _ in traced.caches))),
     )
-
-
-def dimensions_of(planned: Planned) -> tuple[dict[str, dict[str, int]], StoredByUse]:
-    """The dimensions on which leaves are best stored, by their use in a planned step.
-
-    Args:
-      planned: the step, its state stored as it is now.
-
-    Returns:
-      By name, the mesh axis and the dimension of each leaf that is best moved; and what
-      is sent then.
-    """
-    axes, traced, stored = planned.axes, planned.traced, planned.stored
-    batch = planned.body.inputs[len(stored) :]
-    planner = Planner(
-        planned.program,
-        (*stored, *batch),
-        _required(traced, stored, (*stored, *batch)),
-        axes,
-        planned.min_size,
-        planned.control.on(axes),
-        _facts(traced, planned.state, (), lambda program: program),
-    )
-    names = [leaf_name(leaf.path) for leaf in planned.state]
-    fixed = frozenset(n for n in names if _is_asked(planned.control.of(n).shard))
-    found = choose_dimensions(planner, (planned.program, planned.body), fixed)
-    axis = axes.names[axes.stored]
-    return {name: {axis: dim} for name, dim in found.dimensions.items()}, found
-
-
-def with_advice(planned: Planned) -> Planned:
-    """The step with a line in its plan that says how its state is better stored, if its
-    leaves stay where they are, and that saves a fifth of what it still sends."""
-    choice = planned.stationary
-    if not choice.stays or choice.staying.bytes < STATIONARY_BYTES:
-        return planned
-    dims, found = dimensions_of(planned)
-    if not dims:
-        return planned
-    names = listed(sorted(dims), SHOWN_LEAVES)
-    line = (
-        f"with shard_for=(state, batch), stored by use: {found.text}, by other "
-        f"dimensions of {names} (at least {STATIONARY_SHARE:.0%} saved: "
-        "limits.STATIONARY_SHARE)"
-    )
-    return replace(planned, notes=(*planned.notes, line))
-
-
-def _is_asked(shard: tuple[StoredAxis, ...] | None) -> bool:
-    """Whether `shard` asks for the dimension of a leaf, or for several axes."""
-    return len(shard or ()) > 1 or any(not isinstance(x, str) for x in shard or ())
-
-
-def stored_by_use(shard: Any, dims: Mapping[str, Mapping[str, int]]) -> Any:
-    """The option `shard` that stores leaves on these dimensions, and others as `shard`
-    says; nothing if there are none."""
-    others = shard if isinstance(shard, Mapping) else {"*": shard}
-    others = {} if shard is None else others
-    return {"shard": {**dims, **others}} if dims else {}
 
 
 def _nothing_sharded(

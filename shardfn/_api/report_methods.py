@@ -11,9 +11,10 @@ from typing import Any
 import jax
 
 from shardfn._api.aot import report_on
-from shardfn._api.planner import describe, dimensions_of, with_advice
+from shardfn._api.planner import describe
 from shardfn._api.state_methods import StateMethods
 from shardfn._api.static_arguments import advises_binding
+from shardfn._api.stored_dimensions import dimensions_of, with_advice
 from shardfn._core.call_arguments import Rest, StateArguments
 from shardfn._core.errors import (
     ShardingError,

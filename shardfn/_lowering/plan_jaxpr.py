@@ -83,7 +83,7 @@ def plan_jaxpr(
     planner = Planner(program, inputs, fixed, axes, small, control, facts)
     if facts is None:
         made = planner.plan(frozenset(), observe=observe)
-        return PlannedJaxpr(*made, StationaryChoice())
+        return PlannedJaxpr(*made, program, StationaryChoice())
     start = planner
     planner, made, choice = start.choose()
 
@@ -96,6 +96,7 @@ def plan_jaxpr(
         start = replace(start, program=generated.program)
         planner, made, choice = start.choose()
 
+    begun = start.program
     start, (planner, made, choice), lookups = start.with_lookups(planner, made, choice)
 
     def plan(program: Program) -> Made:
@@ -108,7 +109,7 @@ def plan_jaxpr(
         planner = replace(planner, program=owners.program or planner.program)
         made = planner.plan(choice.all, choice.whole, observe)
     found = owners, generated, planner.loops, planner.narrow, lookups
-    return PlannedJaxpr(*made, choice, *found)
+    return PlannedJaxpr(*made, begun, choice, *found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,7 @@ class PlannedJaxpr:
     Attributes:
       program: the function.
       body: its plan.
+      begun: the function before lookups were exchanged and updates divided.
       stationary: which leaves of the state stay where they are, and why.
       owners: which updates of whole matrices are divided among their owners, and why.
       generated: which rows that the step makes by itself are split, and why.
@@ -60,6 +61,7 @@ class PlannedJaxpr:
 
     program: Program
     body: BodyPlan
+    begun: Program
     stationary: StationaryChoice
     owners: OwnersChoice = OwnersChoice()
     generated: GeneratedChoice = GeneratedChoice()

@@ -17,6 +17,7 @@ from shardfn._core.offloading import OffloadChoice
 from shardfn._core.plan import BodyPlan
 from shardfn._core.program import Program, aval_of
 from shardfn._core.sharding import Axes, Sharding
+from shardfn._lowering.choose_lookups import LookupsChoice
 from shardfn._lowering.choose_stationary import StationaryChoice
 from shardfn._lowering.interpreter import emit
 from shardfn._trace.trace_step import TracedStep
@@ -32,6 +33,8 @@ class Planned:
       traced: the traced step.
       program: the same as a program.
       body: its plan.
+      begun: the program before lookups were exchanged and updates divided among owners,
+        from which plans with its state stored otherwise begin.
       state: leaves of the state.
       stored: their shardings.
       axes: the mesh axes.
@@ -40,12 +43,14 @@ class Planned:
       unused: mesh axes that nothing is split over, and their devices.
       min_size: leaves with fewer elements stay replicated.
       stationary: which leaves of the state stay where they are, and why.
+      lookups: which rows are asked of the devices that own them, and why.
       offload: which of them live on the host so that the step fits, if that was asked.
     """
 
     traced: TracedStep
     program: Program
     body: BodyPlan
+    begun: Program
     state: tuple[Leaf, ...]
     stored: tuple[Sharding, ...]
     axes: Axes
@@ -54,6 +59,7 @@ class Planned:
     unused: tuple[tuple[str, int], ...] = ()
     min_size: int = 0
     stationary: StationaryChoice = StationaryChoice()
+    lookups: LookupsChoice = LookupsChoice()
     offload: OffloadChoice | None = None
 
     @property

@@ -10,16 +10,16 @@ before it reaches. Any round's decisions are a correct plan.
 """
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from shardfn._core.limits import FREE_ROUNDS
-from shardfn._core.program import Program, aval_of
+from shardfn._core.program import Program, aval_of, number_of
 from shardfn._core.reasons import Note
 from shardfn._core.sent_bytes import sent
-from shardfn._core.sharding import Sharding
+from shardfn._core.sharding import Sharding, Unreduced
 from shardfn._propagation.agenda import Agenda, Uses
-from shardfn._propagation.asked import Asked
+from shardfn._propagation.asked import Asked, ValueAxis
 from shardfn._propagation.backward import Backward, Memo, Said
 from shardfn._propagation.decide_node import Decider
 from shardfn._propagation.decision import Decision
@@ -72,10 +72,41 @@ class Rounds:
         backward = self.last_round({})
         first, asked = self.solved(backward.said), backward.said.preferences
         rows = self.decider.free & asked.keys()
-        if not rows or backward.said.reduce_at_producer == backward.reduced:
+        if not rows or not self.could_join(backward.said.reduce_at_producer):
             return first
         backward = self.last_round({v: asked[v] for v in rows})
         return min((first, self.solved(backward.said)), key=self.price)
+
+    def could_join(self, early: Set[ValueAxis]) -> bool:
+        """Whether sums that were reduced early, or what is linear in them, are added to
+        other terms by now, or enter control flow, where they could be."""
+        each = range(len(self.decider.axes.names))
+        return any(self.joins({v for v, a in early if a == k}, k) for k in each)
+
+    def joins(self, sums: set[int], axis: int) -> bool:
+        """The same along one mesh axis."""
+        for node, decision in zip(self.program.nodes, self.decisions, strict=True):
+            numbers = list(map(number_of, node.inputs))
+            whole = {i for i, value in enumerate(numbers) if value in sums}
+            terms = {
+                i
+                for i, sharding in enumerate(decision.operands)
+                if isinstance(sharding[axis], Unreduced)
+            }
+            if not whole:
+                continue
+            if node.passes_through:
+                sums.update(node.outputs[i] for i in whole)
+            elif node.rule is None:
+                return True
+            else:
+                both = whole | terms
+                linear = [g for g in node.rule.linear if g & both == both]
+                if any(len(g & both) > 1 for g in linear):
+                    return True
+                if any(g == both for g in linear):
+                    sums.update(node.outputs)
+        return False
 
     def price(self, solved: Solved) -> float:
         """What a plan sends, before passes join small moves: both have as many chances

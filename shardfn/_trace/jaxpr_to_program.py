@@ -56,15 +56,15 @@ def make_program(
       The program, its nodes marked with their passes.
     """
     given = tuple(argument.marks for argument in arguments)
-    if known is None or _matters(given, closed_jaxpr):
+    if known is None or _matters(given, closed_jaxpr, devices):
         live_jaxpr = compat.without_dead_code(closed_jaxpr)
         known = _Builder(devices, platform).build(live_jaxpr, None, given)
     return mark_passes(known, arguments)
 
 
-def _matters(given: Sequence[Marks], closed: Any) -> bool:
+def _matters(given: Sequence[Marks], closed: Any, devices: int) -> bool:
     """Whether the program of a jaxpr depends on what its arguments are."""
-    return any(map(has_rows, given)) and cuts_most(closed)
+    return any(map(has_rows, given)) and cuts_most(closed, devices)
 
 
 @dataclass
@@ -89,7 +89,7 @@ class _Builder:
         """The program of a jaxpr that `call` runs. `given` says what lies along the
         dimensions of its arguments, if that matters, and `counting` along which of them
         an argument counts."""
-        given = given if _matters(given, closed) else ()
+        given = given if _matters(given, closed, self.devices) else ()
         key = id(closed), given, counting
         if key not in self.cache:
             self.keep_alive.append(closed)

@@ -61,6 +61,27 @@ def _last(aval: jax.ShapeDtypeStruct, count: int) -> tuple[int, ...]:
     return tuple(range(len(aval.shape)))[-count:]
 
 
+def has_no_split(eqn: JaxprEqn, devices: int) -> bool:
+    """Whether an equation orders rows whose features devices divide, but along none of
+    their dimensions."""
+    if devices < 2 or not orders_rows(eqn):
+        return False
+    features, count, padded = _features(eqn, devices)
+    # Scatters may be the gradients of tables, which are no rows of the batch.
+    most = count if eqn.primitive.name in SCATTERS else (1 + PADDED_FEATURES) * count
+    if any(n % devices == 0 for n in features) or not 0 < padded <= most:
+        return False
+    return isinstance(shaped(eqn.outvars[0]).dtype, np.dtype)
+
+
+def _features(eqn: JaxprEqn, devices: int) -> tuple[tuple[int, ...], int, int]:
+    """The dimensions of the features of rows, how many they are, and how many with
+    zeros that devices divide."""
+    features = tuple(shaped(eqn.invars[0]).shape[1:])
+    count = math.prod(features)
+    return features, count, -(-count // devices) * devices
+
+
 def with_one_dimension(
     eqn: JaxprEqn,
     operands: Sequence[Atom],
@@ -79,20 +100,12 @@ def with_one_dimension(
       The jaxpr and its operands; None if the equation orders no rows, or devices divide
       one of their dimensions, or too many zeros would be needed for all together.
     """
-    if not orders_rows(eqn) or devices < 2:
+    if not has_no_split(eqn, devices):
         return None
     if not is_rows(operands[2 if eqn.primitive.name in SCATTERS else 0]):
         return None
     given, made = [shaped(v) for v in eqn.invars], shaped(eqn.outvars[0])
-    features = given[0].shape[1:]
-    count = math.prod(features)
-    padded = -(-count // devices) * devices
-    # Scatters may be the gradients of tables, which are no rows of the batch.
-    most = count if eqn.primitive.name in SCATTERS else (1 + PADDED_FEATURES) * count
-    if any(n % devices == 0 for n in features) or not 0 < padded <= most:
-        return None
-    if not isinstance(made.dtype, np.dtype):
-        return None
+    features, count, padded = _features(eqn, devices)
 
     def flat(x: jax.Array) -> jax.Array:
         x = lax.reshape(x, (*x.shape[: -len(features)], count))

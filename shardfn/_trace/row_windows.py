@@ -20,7 +20,7 @@ from shardfn._core.program import Atom
 from shardfn._trace.dim_marks import FIXED, ROWS, Marks
 from shardfn._trace.op_on_all_rows import DependsOnPlace, RowOperand, Site, site_of
 from shardfn._trace.row_cuts import RowCuts, apart
-from shardfn._trace.row_features import orders_rows, with_one_dimension
+from shardfn._trace.row_features import has_no_split, with_one_dimension
 from shardfn._trace.row_halos import Halos, windows_of
 from shardfn._trace.row_joins import cuts_alike, joins_alike, stacked, unstacked
 from shardfn._trace.row_prefixes import by_blocks, runs_over
@@ -30,21 +30,21 @@ from shardfn._trace.row_shifts import Pieces, RowPiece, cuts, join, shaped
 Rewritten = tuple[Any, tuple[Atom, ...]]
 
 
-def cuts_most(closed: Any) -> bool:
+def cuts_most(closed: Any, devices: int) -> bool:
     """Whether an equation of a jaxpr, or of one in it, cuts more than half out of a
     dimension, half of it that may be all rows of another, or a window at each row,
     makes prefixes, joins arrays of as many rows each or cuts them apart, or takes rows
-    in another order."""
+    in another order that have no dimension for so many devices."""
     jaxpr, _ = compat.open_jaxpr(closed)
     return any(
         cuts_of_two(eqn)
         or joins_alike(eqn)
         or cuts_alike(eqn)
-        or orders_rows(eqn)
+        or has_no_split(eqn, devices)
         or bool(windows_of(eqn))
         or runs_over(eqn)
         or any(_is_most(size, rows) for rows, size in _sizes(eqn))
-        or any(map(cuts_most, jaxprs_in_params(eqn.params)))
+        or any(cuts_most(inner, devices) for inner in jaxprs_in_params(eqn.params))
         for eqn in jaxpr.eqns
     )
 

@@ -331,3 +331,27 @@ def test_the_compiler_makes_what_is_planned(target: str) -> None:
     # libtpu all-reduces what it cannot scatter.
     assert {line.status for line in found.lines} <= {"present", "all-reduced"}, found
     assert not found.extra
+
+
+def test_other_dimensions_are_found_where_rows_are_asked_for() -> None:
+    """With features of a row on each device, rows are whole where their numbers are:
+    26 numbers and weights of each example are gathered, in place of its rows."""
+
+    def step(state: Any, ids: jax.Array, weights: jax.Array) -> Any:
+        def loss_fn(state: Any) -> jax.Array:
+            return jnp.mean(state["table"][ids] * weights[:, :, None])
+
+        loss, grads = jax.value_and_grad(loss_fn)(state)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, state, grads), loss
+
+    state = {"table": jax.ShapeDtypeStruct((2**24, 64), jnp.float32)}
+    kinds = jnp.int32, jnp.float32
+    batch = [jax.ShapeDtypeStruct((8192, 26), kind) for kind in kinds]
+    mesh = targets.mesh("h100:8")
+    asked = shardfn.fully_shard(step, mesh).plan(state, *batch)
+    assert any(note.startswith(NOTE) for note in asked.notes)
+    (advice,) = [n for n in asked.notes if n.startswith("with shard_for=")]
+    assert "by other dimensions of 'table'" in advice
+    options = {"shard_for": (state, *batch)}
+    by_use = shardfn.fully_shard(step, mesh, **options).plan(state, *batch)
+    assert by_use.wire_bytes < asked.wire_bytes / 5

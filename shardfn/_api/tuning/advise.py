@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from shardfn._api.planner import stored_by_use
+from shardfn._api.stored_dimensions import stored_by_use
 from shardfn._api.tuning.replica_rows import replica_rows
 from shardfn._core.device_coords import slices_of
 from shardfn._core.limits import JOINED_BYTES
