@@ -102,7 +102,7 @@ def plan_traced(
         traced,
         made.program,
         made.body,
-        made.begun,
+        made.base,
         *given,
         notes,
         unused,

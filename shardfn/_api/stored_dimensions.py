@@ -32,7 +32,7 @@ def dimensions_of(planned: Planned) -> tuple[dict[str, dict[str, int]], StoredBy
     axes, traced, stored = planned.axes, planned.traced, planned.stored
     batch = planned.body.inputs[len(stored) :]
     planner = Planner(
-        planned.begun,
+        planned.base,
         (*stored, *batch),
         required_of(traced, stored, (*stored, *batch)),
         axes,

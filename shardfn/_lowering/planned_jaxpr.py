@@ -50,7 +50,7 @@ class PlannedJaxpr:
     Attributes:
       program: the function.
       body: its plan.
-      begun: the function before lookups were exchanged and updates divided.
+      base: the function, if lookups were exchanged without that.
       stationary: which leaves of the state stay where they are, and why.
       owners: which updates of whole matrices are divided among their owners, and why.
       generated: which rows that the step makes by itself are split, and why.
@@ -61,7 +61,7 @@ class PlannedJaxpr:
 
     program: Program
     body: BodyPlan
-    begun: Program
+    base: Program
     stationary: StationaryChoice
     owners: OwnersChoice = OwnersChoice()
     generated: GeneratedChoice = GeneratedChoice()

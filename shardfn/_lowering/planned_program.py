@@ -33,8 +33,8 @@ class Planned:
       traced: the traced step.
       program: the same as a program.
       body: its plan.
-      begun: the program before lookups were exchanged and updates divided among owners,
-        from which plans with its state stored otherwise begin.
+      base: the program, if lookups were exchanged without that: plans with its state
+        stored otherwise begin with it.
       state: leaves of the state.
       stored: their shardings.
       axes: the mesh axes.
@@ -50,7 +50,7 @@ class Planned:
     traced: TracedStep
     program: Program
     body: BodyPlan
-    begun: Program
+    base: Program
     state: tuple[Leaf, ...]
     stored: tuple[Sharding, ...]
     axes: Axes
