@@ -25,7 +25,7 @@ def every_saving_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("choose_stationary", "choose_dimensions"):
         at = f"shardfn._lowering.{module}.STATIONARY_BYTES"
         monkeypatch.setattr(at, 0)
-    monkeypatch.setattr("shardfn._api.planner.STATIONARY_BYTES", 0)
+    monkeypatch.setattr("shardfn._api.stored_dimensions.STATIONARY_BYTES", 0)
     monkeypatch.setattr("shardfn._core.sent_bytes.LATENCY_BYTES", 64)
 
 
