@@ -43,12 +43,15 @@ def resplit_batch(
     """
     out = list(made)
     for axis in range(len(axes.names)):
-        taken = [
-            (i, state[axis])
-            for i, (state, need) in enumerate(zip(states, needed, strict=True))
-            if need[axis] is None or _selects(rule, i, state[axis])
+        before, after = ([s[axis] for s in each] for each in (states, needed))
+        taken = [i for i, s in enumerate(before) if _selects(rule, i, s)]
+        if all(s[axis] is None for s in made):  # else the terms are of a stored value
+            taken += [i for i, s in enumerate(after) if s is None]
+        batch = [
+            (i, s.dim)
+            for i in dict.fromkeys(taken)
+            if isinstance(s := before[i], Split) and not s.stored
         ]
-        batch = [(i, s.dim) for i, s in taken if isinstance(s, Split) and not s.stored]
         if not batch or any(isinstance(s[axis], Split) for s in made):
             continue
         for j, aval in enumerate(result_avals):
