@@ -35,9 +35,6 @@ from shardfn.analysis._replicated import work_of
 GENERATORS = frozenset(compat.primitives("random_bits", "random_split", "iota"))
 """The operations that make rows of what has none; each device can make its own."""
 
-OF_BATCH = 1
-"""The bit of a mask that stands for rows of the batch."""
-
 
 @dataclass(frozen=True, slots=True)
 class GeneratedChoice(ProgramChoice):
@@ -151,7 +148,7 @@ def _largest(
     """The generator, of those not `passed`, whose whole rows take most of one device,
     and what they take: bytes, and those that could be sent meanwhile."""
     traced = _Traced(axes, passed)
-    given = [OF_BATCH * _is_of_batch(sharding) for sharding in body.inputs]
+    given = [int(_is_of_batch(sharding)) for sharding in body.inputs]
     traced.body(program, body, given, (), 1)
     if not traced.prices:
         return None
@@ -170,7 +167,7 @@ def _has_rows(step: Apply, axes: Axes) -> bool:
 
 
 def _is_of_batch(sharding: Sharding) -> bool:
-    """Whether an argument is given in rows."""
+    """Whether an argument is given in rows: then the lowest bit of its mask is set."""
     return any(isinstance(state, Split) and not state.stored for state in sharding)
 
 
@@ -208,7 +205,7 @@ class _Traced:
             if isinstance(step, Reshard):
                 # Where a batch is met, what is sent may as well be of that.
                 mask = masks.get(step.source.value, 0)
-                if times and not mask & OF_BATCH:
+                if times and not mask & 1:
                     size, count = sent_by(step, self.axes)
                     self.add(mask, times * (size + count * LATENCY_BYTES))
                 continue
