@@ -96,7 +96,7 @@ def plan_jaxpr(
         start = replace(start, program=generated.program)
         planner, made, choice = start.choose()
 
-    base = start.program
+    unexchanged = start.program
     start, (planner, made, choice), lookups = start.with_lookups(planner, made, choice)
 
     def plan(program: Program) -> Made:
@@ -109,7 +109,7 @@ def plan_jaxpr(
         planner = replace(planner, program=owners.program or planner.program)
         made = planner.plan(choice.all, choice.whole, observe)
     found = owners, generated, planner.loops, planner.narrow, lookups
-    base = made[0] if lookups.program is None else base
+    base = made[0] if lookups.program is None else unexchanged
     return PlannedJaxpr(*made, base, choice, *found)
 
 

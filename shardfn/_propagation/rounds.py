@@ -86,13 +86,8 @@ class Rounds:
     def joins(self, sums: set[int], axis: int) -> bool:
         """The same along one mesh axis."""
         for node, decision in zip(self.program.nodes, self.decisions, strict=True):
-            numbers = list(map(number_of, node.inputs))
+            numbers = map(number_of, node.inputs)
             whole = {i for i, value in enumerate(numbers) if value in sums}
-            terms = {
-                i
-                for i, sharding in enumerate(decision.operands)
-                if isinstance(sharding[axis], Unreduced)
-            }
             if not whole:
                 continue
             if node.passes_through:
@@ -100,7 +95,8 @@ class Rounds:
             elif node.rule is None:
                 return True
             else:
-                both = whole | terms
+                each = enumerate(decision.operands)
+                both = whole | {i for i, s in each if isinstance(s[axis], Unreduced)}
                 linear = [g for g in node.rule.linear if g & both == both]
                 if any(len(g & both) > 1 for g in linear):
                     return True
