@@ -128,7 +128,8 @@ def kinds_table(rows: dict[str, dict[str, Row]]) -> str:
                 found, said = row["measured_by"][kind], row["predicted_by"].get(kind, 0)
                 cells += [ms(found), f"{found / said:.2f}" if said else ""]
             idle, together = row["measured_by"]["idle"], row["together"]
-            cells += [ms(idle), ms(together), f"{row['compile_s']:.1f} s"]
+            compiled = f"{row['compile_s']:.1f} s" if "compile_s" in row else ""
+            cells += [ms(idle), ms(together), compiled]
             lines.append(tuple(cells))
     return markdown((*head, *OTHERS), lines)
 
@@ -148,6 +149,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     known = (*cases.NAMES, *cases.TINY)
     parser.add_argument("--case", action="append", choices=known)
+    parser.add_argument("--program", action="append", help="default: every one")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rerun", action="store_true")
     parser.add_argument("--kept", action="store_true", help="measures nothing")
@@ -157,7 +159,8 @@ def main() -> None:
         (case, program)
         for case in given.case or cases.NAMES
         for program in cases.programs_of(case)
-        if given.rerun or program not in kept.get(case, {})
+        if program in (given.program or [program])
+        and (given.rerun or program not in kept.get(case, {}))
     ]
     for case, program, row in measure([] if given.kept else wanted, given.steps):
         kept.setdefault(case, {})[program] = row

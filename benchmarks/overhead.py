@@ -13,6 +13,7 @@ from its caches. `--cold` does that to one device: between calls it writes `COLD
 
     python benchmarks/overhead.py
     python benchmarks/overhead.py --cold
+    JAX_PLATFORMS=cuda python benchmarks/overhead.py    # on the GPUs of this machine
 """
 
 import argparse
@@ -23,7 +24,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import jax.numpy as jnp
@@ -115,7 +116,8 @@ def main() -> None:
     arguments = parser.parse_args()
     print("  ".join(name.rjust(13) for name in HEADER))
     leaves, calls = arguments.leaves, arguments.calls
-    for devices in (1,) if arguments.cold else (1, 8):
+    most = 1 if arguments.cold else len(jax.devices())
+    for devices in sorted({1, most}):
         for batch in BATCHES:
             cells = row(devices, leaves, batch, calls, arguments.cold)
             print("  ".join(cell.rjust(13) for cell in cells), flush=True)
