@@ -302,17 +302,22 @@ class BodyPlan:
         return any(op.fallback or any(b.falls_back for b in op.bodies) for op in ops)
 
 
+Site = tuple[tuple[int, ...], Ref]
+"""Where a version is made: in which calls of a body, and its name there."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ahead:
     """Steps of a scan's body that run `lead` iterations ahead of the others.
 
     `part` reads what the scan goes through, its constants and imports, and exports. The
-    body imports what of it is `tied`, or if `handed` what it exports, and hands it on.
+    body imports what its gathers move that are `tied`, or if `handed` what it exports,
+    and hands it on.
     """
 
     lead: int
     part: BodyPlan
-    tied: tuple[Ref, ...] = ()
+    tied: tuple[Site, ...] = ()
     handed: bool = False
 
 

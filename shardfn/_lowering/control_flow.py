@@ -16,7 +16,7 @@ from jax import lax
 from shardfn._core import compat
 from shardfn._core.barrier import barrier
 from shardfn._core.moves import moves_of
-from shardfn._core.plan import Ahead, Apply, BodyPlan, Place, Ref, reads
+from shardfn._core.plan import Ahead, Apply, BodyPlan, Place, Ref, Site, reads
 from shardfn._core.program import Node, Program, aval_of
 from shardfn._core.regions import span
 from shardfn._core.resharding import reshard_path
@@ -25,6 +25,7 @@ from shardfn._lowering.collectives import run_move
 from shardfn._lowering.custom_derivatives import run_custom
 from shardfn._lowering.move_lowerings import varying
 from shardfn._lowering.prefetching_scan import AheadPart, scan_ahead
+from shardfn._lowering.run_ahead import Sources
 from shardfn._schedule.stacked_casts import cast_all, narrow_dtypes
 
 Arrays = Sequence[jax.Array]
@@ -85,12 +86,17 @@ class ControlFlow:
             "custom": self.custom,
         }[self.node.kind](operands)
 
-    def part(self, plan: BodyPlan, args: Sequence[jax.Array | None]) -> list[jax.Array]:
+    def part(
+        self,
+        plan: BodyPlan,
+        args: Sequence[jax.Array | None],
+        sources: Sources,
+        within: tuple[int, ...] = (),
+    ) -> list[Any]:
         """What a plan of the body that runs ahead exports."""
-        place = (*self.place, self.step.node, 0)
-        return self.emit_part(
-            self.node.bodies[0], plan, args, self.axes, place, self.apart
-        )
+        around = self.axes, (*self.place, self.step.node, 0), self.apart
+        program, more = self.node.bodies[0], {"sources": sources, "within": within}
+        return self.emit_part(program, plan, args, *around, **more)
 
     def typed(
         self, x: jax.Array, sharding: Sharding, weak: bool | None = None
@@ -183,13 +189,22 @@ class ControlFlow:
             used = {ref for s in ahead.part.run[0] for ref in reads(s)}
             slices = span(body.inputs, region.slices)
             scanned = (*map(Ref, slices), *ahead.part.imports)
+
+            def make(slices: Arrays, sources: Sources) -> list[Any]:
+                args = [*consts, *[None] * n_carry, *slices]
+                return self.part(ahead.part, args, sources)
+
+            def moved(slices: Arrays) -> dict[Site, Any]:
+                found = dict[Site, Any]()
+                make(slices, Sources(found))
+                return found
+
             return AheadPart(
                 ahead.lead,
-                lambda slices: self.part(
-                    ahead.part, [*consts, *[None] * n_carry, *slices]
-                ),
                 frozenset(i for i, ref in enumerate(scanned) if ref in used),
-                tuple(scanned.index(ref) for ref in ahead.tied),
+                moved,
+                lambda slices, given: make(slices, Sources(given=given)),
+                ahead.tied,
                 ahead.handed,
             )
 

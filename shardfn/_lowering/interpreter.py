@@ -40,6 +40,7 @@ from shardfn._lowering.extremum_jvp import Extreme
 from shardfn._lowering.operations import Cut, is_picked, run_op
 from shardfn._lowering.reshards import move_along, move_together, reads_of
 from shardfn._lowering.residual_sums import move_leaving
+from shardfn._lowering.run_ahead import Sources, run_ahead
 
 Arrays = Sequence[jax.Array]
 
@@ -80,9 +81,16 @@ def _emit_part(
     place: Place,
     apart: frozenset[str],
     differentiated: bool = False,
-) -> list[jax.Array]:
-    """What a plan that runs ahead of a loop exports."""
-    return _Run(program, plan, axes, place, apart, differentiated).run_part(args)
+    sources: Sources | None = None,
+    within: tuple[int, ...] = (),
+) -> list[Any]:
+    """What a plan that runs ahead of a loop exports, from the arguments that are
+    known."""
+    run = _Run(program, plan, axes, place, apart, differentiated)
+    run.constants()
+    given = zip((*map(Ref, program.inputs), *plan.imports), args, strict=True)
+    run.env.update((ref, arg) for ref, arg in given if arg is not None)
+    return run_ahead(run, sources or Sources(), within)
 
 
 @dataclass(slots=True)
@@ -135,30 +143,6 @@ class _Run:
 
     def constants(self) -> None:
         self.env.update((Ref(v), jnp.asarray(c)) for v, c in self.program.constants)
-
-    def run_part(self, args: Sequence[jax.Array | None]) -> list[jax.Array]:
-        """What a plan that runs ahead exports, from the arguments that are known."""
-        self.constants()
-        inputs = (*map(Ref, self.program.inputs), *self.plan.imports)
-        given = zip(inputs, args, strict=True)
-        self.env.update((ref, arg) for ref, arg in given if arg is not None)
-        for index, step in enumerate(self.plan.run[0]):
-            assert not isinstance(step, BlockLoop)
-            if isinstance(step, Reshard):
-                self.reshard(index)
-                continue
-            if isinstance(step, Transfer) or self.program.nodes[step.node].kind == "op":
-                self.follow(step)
-                continue
-            node = self.program.nodes[step.node]
-            known = [
-                self.read(ref, atom) if ref is None or ref in self.env else None
-                for ref, atom in zip(step.operands, node.inputs, strict=True)
-            ]
-            known += [self.env.get(ref) for ref in step.imports]
-            made = self.flow(step, node, ()).part(step.bodies[0], known)
-            self.env.update(zip(step.exports, made, strict=True))
-        return [self.env[ref] for ref in self.plan.exports]
 
     def read(self, ref: Ref | None, atom: Any, backward: bool = False) -> jax.Array:
         if ref is not None:
@@ -316,3 +300,15 @@ class _Run:
         around, also = (self.axes, self.place, self.apart), self.differentiated
         runs = (functools.partial(f, differentiated=also) for f in (emit, _emit_part))
         return ControlFlow(node, step, imports, *around, *runs)
+
+    def part_of_call(
+        self,
+        step: Apply,
+        node: Node,
+        args: Sequence[Any],
+        sources: Sources,
+        within: tuple[int, ...],
+    ) -> list[Any]:
+        """What the part of a call's body exports that runs ahead."""
+        call = self.flow(step, node, ())
+        return call.part(step.bodies[0], args, sources, within)

@@ -4,12 +4,13 @@ In: a program and its plan. Out: bytes, by which two plans of one program are co
 what a compiler fuses or updates in place counts in both.
 """
 
+import math
 from collections.abc import Iterator
 
 from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step, reads
 from shardfn._core.program import Program
 from shardfn._core.regions import Region
-from shardfn._core.sharding import Axes, Sharding
+from shardfn._core.sharding import Axes, local_shape
 from shardfn._core.sizes import local_bytes
 
 
@@ -38,12 +39,9 @@ def live_bytes(
     ends: dict[int, int] = {}
     live = most = 0
     for i, step in enumerate(body.steps):
-        for ref, sharding in _made(program, step):
+        for ref, size in _made(program, step, axes):
             if ref in outside:
                 continue
-            size = local_bytes(program.avals[ref.value], sharding, axes)
-            if isinstance(step, Reshard) and step.in_bits:
-                size //= step.itemsize
             live += size
             end = last.get(ref, i)
             ends[end] = ends.get(end, 0) + size
@@ -52,13 +50,20 @@ def live_bytes(
     return most
 
 
-def _made(program: Program, step: Step) -> Iterator[tuple[Ref, Sharding]]:
-    """What a step makes, and how it is split."""
+def _made(program: Program, step: Step, axes: Axes) -> Iterator[tuple[Ref, int]]:
+    """What a step makes, and its bytes."""
+    if isinstance(step, Reshard) and len(step.path) == 1:
+        # It may be named after another value than what it lets wait is like.
+        local = local_shape(step.shape, step.path[-1], axes)
+        yield step.result, math.prod(local) * step.itemsize
+        return
     if isinstance(step, Reshard):
-        yield step.result, step.path[-1]
+        size = local_bytes(program.avals[step.result.value], step.path[-1], axes)
+        yield step.result, size // (step.itemsize if step.in_bits else 1)
         return
     outputs = program.nodes[step.node].outputs
-    yield from zip(map(Ref, outputs), step.result_shardings, strict=True)
+    for value, sharding in zip(outputs, step.result_shardings, strict=True):
+        yield Ref(value), local_bytes(program.avals[value], sharding, axes)
 
 
 def _inside(program: Program, step: Step, axes: Axes) -> int:

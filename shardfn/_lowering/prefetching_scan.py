@@ -4,7 +4,7 @@ In: the body of a scan, and parts that make values for it from what is scanned o
 Out: a scan that carries these values: each iteration runs the parts for a later one.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,27 +13,30 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardfn._core.barrier import barrier
+from shardfn._core.plan import Site
 
 Arrays = Sequence[Any]
 
 
 @dataclass(frozen=True, slots=True)
 class AheadPart:
-    """What runs ahead: `make(slices)`, given those of `slices` that it reads.
+    """What runs ahead.
 
     Attributes:
       lead: how many iterations ahead it runs.
-      make: from slices of what is scanned over to what the body gets.
-      reads: which slices it reads; others are None.
-      tied: those of them that the body is given, too, and hands on; as it does, `make`
-        gets them.
+      reads: which slices of what is scanned over it reads; others are None.
+      moved: from slices to what its gathers move, by where they are.
+      make: from slices, and what is to be moved in place of that, to what the body
+        gets.
+      tied: what of `moved` the body is given, too, and hands on, before it is moved.
       handed: whether the body is given what is made, and hands it on.
     """
 
     lead: int
-    make: Callable[[Arrays], Arrays]
     reads: frozenset[int]
-    tied: tuple[int, ...] = ()
+    moved: Callable[[Arrays], dict[Site, Any]]
+    make: Callable[[Arrays, Mapping[Site, Any]], Arrays]
+    tied: tuple[Site, ...] = ()
     handed: bool = False
 
 
@@ -80,9 +83,12 @@ def scan_ahead(
         ]
 
     def first(part: AheadPart, iteration: Any) -> Arrays:
-        read, treedef = jax.tree.flatten(sliced(part, iteration))
-        read = barrier(*read, *init)[: len(read)]
-        return part.make(jax.tree.unflatten(treedef, read))
+        slices = sliced(part, iteration)
+        moved = part.moved(slices)
+        leaves, treedef = jax.tree.flatten([*moved.values()])
+        leaves = barrier(*leaves, *init)[: len(leaves)]
+        waits = jax.tree.unflatten(treedef, leaves)
+        return part.make(slices, dict(zip(moved, waits, strict=True)))
 
     def iteration(carry: Any, x: Any) -> tuple[Any, Any]:
         carry, queues, number = carry
@@ -121,15 +127,16 @@ class _Coming:
     """
 
     def __init__(self, part: AheadPart, slices: list[Any]) -> None:
-        self.part, self.slices = part, slices
-        self.given = [slices[i] for i in part.tied]
+        self.part, self.slices, self.given = part, slices, list[Any]()
         if part.handed:
-            self.given = list(part.make(slices))
+            self.given = list(part.make(slices, {}))
+        elif part.tied:
+            moved = part.moved(slices)
+            self.given = [moved[site] for site in part.tied]
 
     def made(self, handed: Arrays) -> Arrays:
         """It, given what the body has handed on."""
         if self.part.handed:
             return handed
-        for i, value in zip(self.part.tied, handed, strict=True):
-            self.slices[i] = value
-        return self.part.make(self.slices)
+        given = dict(zip(self.part.tied, handed, strict=True))
+        return self.part.make(self.slices, given)

@@ -20,10 +20,9 @@ from shardfn._core.limits import (
     SUMS_PART,
 )
 from shardfn._core.moves import AllGather, ReduceScatter
-from shardfn._core.plan import Apply, Reshard
+from shardfn._core.plan import Apply, Reshard, Site
 from shardfn._core.program import Node
 from shardfn._core.sharding import Axes
-from shardfn._schedule.bodies import Site
 from shardfn._schedule.delayed_sums import StackedSum, stacked_sums
 from shardfn._schedule.first_uses import moved_whole, uses_in
 from shardfn._schedule.loop_events import events

@@ -9,13 +9,10 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import replace
 from typing import TypeVar
 
-from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step
+from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Site, Step
 from shardfn._core.program import Node, Program
 
 T = TypeVar("T")
-
-Site = tuple[tuple[int, ...], Ref]
-"""Where a version is made: in which calls of a body, and its name there."""
 
 
 def given_to(program: Program, call: Apply, known: Mapping[Ref, T]) -> dict[Ref, T]:

@@ -6,17 +6,17 @@ waits for in front of its sums. A compiler that sees nothing between them begins
 with the iteration, and what this one needs waits; or with its end, which then waits.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from shardfn._core.limits import CHAINED_BYTES
-from shardfn._core.plan import Ahead, Apply, BodyPlan, Ref, Reshard, Step, reads
+from shardfn._core.plan import Ahead, Apply, BodyPlan, Ref, Reshard, Site, Step, reads
 from shardfn._core.program import Node, Program
 from shardfn._core.reasons import Note
 from shardfn._core.sharding import Sharding
 from shardfn._schedule.balanced_loops import scattered_sums
-from shardfn._schedule.bodies import Site, all_moves
+from shardfn._schedule.bodies import all_moves, given_to
 from shardfn._schedule.first_uses import gathered_ahead, moved_whole, uses_in, waits_for
 from shardfn._schedule.versions import fresh_each, tied
 
@@ -53,28 +53,21 @@ def among_the_rest(node: Node, loop: Apply, note: Note, in_front: bool) -> Apply
 def _behind_product(node: Node, loop: Apply, note: Note) -> Apply:
     """A loop whose gathers for the next iteration wait for what one more gather of this
     one would wait for, if that is a product."""
-    (program,), (body,), (region,) = node.bodies, loop.bodies, node.regions
+    (program,), (body,) = node.bodies, loop.bodies
     every = uses_in(program, body, gathered_ahead(loop))
     may_import = [each for each in every if _are_remats(program, each.within)]
     most = max(may_import, key=lambda each: len(each.uses))
     token = waits_for(most.uses, len(most.uses))
     if token is None or not any(token in each.results for each in most.uses):
         return loop
-    slices = {
-        Ref(program.inputs[i]): (program.avals[program.inputs[i]], body.inputs[i])
-        for i in region.slices
-    }
     ahead: list[Ahead] = []
     for each in loop.ahead:
-        known = _gathered_of(program, each.part)
-        known = {r: k for r, k in known.items() if r in each.part.imports} | {
-            ref: slices[ref] for ref in known if ref in slices
-        }
-        values, site = [ref.value for ref in known], (most.within, token)
-        tie = _Behind(token, [*known.values()], note).tie
-        body, made = _through(program, body, values, site, tie)
+        moved = [*_moved(program, each.part)]
+        values, kinds = [m.origin.value for m in moved], [m.kind for m in moved]
+        tie = _Behind(token, kinds, note).tie
+        body, made = _through(program, body, values, (most.within, token), tie)
         body = replace(body, handed=(*body.handed, *made))
-        ahead.append(replace(each, tied=tuple(known)))
+        ahead.append(replace(each, tied=tuple(m.site for m in moved)))
     return replace(loop, bodies=(body,), ahead=tuple(ahead))
 
 
@@ -88,37 +81,54 @@ def _are_remats(program: Program, within: tuple[int, ...]) -> bool:
     return True
 
 
-def _gathered_of(program: Program, part: BodyPlan) -> dict[Ref, _Kind]:
-    """What comes in of which a part makes what its gathers move, and what it is like;
-    left out if it is an import from which more than a move is made."""
-    found: dict[Ref, _Kind] = {}
-    made_of: dict[Ref, frozenset[Ref]] = {}
+@dataclass(frozen=True, slots=True)
+class _Moved:
+    """What a gather of a part moves.
 
-    def note(moved: Ref, kind: _Kind) -> None:
-        for ref in made_of.get(moved, {moved}):
-            if ref == moved:
-                found[ref] = kind
-            elif not ref.version:
-                found[ref] = program.avals[ref.value], kind[1]
+    Attributes:
+      site: where the gather is.
+      origin: one of the versions that come in of which the part makes it.
+      kind: what it is like.
+    """
 
+    site: Site
+    origin: Ref
+    kind: _Kind
+
+
+def _moved(
+    program: Program,
+    part: BodyPlan,
+    origins: Mapping[Ref, Ref] | None = None,
+    within: tuple[int, ...] = (),
+) -> Iterator[_Moved]:
+    """What the gathers of a part, and of calls in it, move, but for what is made of
+    what another has gathered: that waits with it.
+
+    Args:
+      program: the program.
+      part: of a plan of it.
+      origins: what comes in from outside, by its names here; all that does if None.
+      within: in which calls this is.
+    """
+    inputs = (*map(Ref, program.inputs), *part.imports)
+    known = {ref: ref for ref in inputs} if origins is None else dict(origins)
     for step in part.steps:
-        read = frozenset[Ref]().union(*(made_of.get(r, {r}) for r in reads(step)))
+        origin = next((known[ref] for ref in reads(step) if ref in known), None)
         if isinstance(step, Reshard):
-            if step.gathers_state:
+            if step.gathers_state and step.source in known:
                 kind = program.avals[step.source.value], step.path[0]
-                note(step.source, kind)
-            made_of[step.result] = read
+                yield _Moved((within, step.result), known[step.source], kind)
+            elif origin is not None and not any(move.op for move in step.moves):
+                known[step.result] = origin
             continue
         node = program.nodes[step.node]
         if node.is_call:
             (called,), (inner,) = node.bodies, step.bodies
-            names = (*map(Ref, called.inputs), *inner.imports)
-            outside = dict(zip(names, (*step.operands, *step.imports), strict=True))
-            for ref, kind in _gathered_of(called, inner).items():
-                if (given := outside.get(ref)) is not None:
-                    note(given, kind)
-        made_of |= dict.fromkeys((*map(Ref, node.outputs), *step.exports), read)
-    return found
+            given = given_to(called, step, known)
+            yield from _moved(called, inner, given, (*within, step.node))
+        elif origin is not None and known.keys() >= {*reads(step)}:
+            known |= dict.fromkeys(map(Ref, node.outputs), origin)
 
 
 def _stay_in_bits(ahead: Ahead) -> bool:

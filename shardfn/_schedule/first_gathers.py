@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 
 from shardfn._core.equation_flops import flops_of
 from shardfn._core.limits import CHAINED_BYTES
-from shardfn._core.plan import BodyPlan, Ref, Reshard, Step, reads
+from shardfn._core.plan import BodyPlan, Ref, Reshard, Site, Step, reads
 from shardfn._core.program import Node, Program
-from shardfn._schedule.bodies import Site, given_to
+from shardfn._schedule.bodies import given_to
 from shardfn._schedule.first_uses import moved_whole, uses_in
 
 

@@ -13,7 +13,9 @@ from shardfn._core.sizes import local_bytes
 
 
 def moved_bytes(program: Program, step: Reshard, axes: Axes) -> int:
-    """What a move makes."""
+    """What a move makes; nothing if it only waits."""
+    if len(step.path) == 1:
+        return 0
     size = local_bytes(program.avals[step.result.value], step.path[-1], axes)
     return size // step.itemsize if step.in_bits else size
 
@@ -31,13 +33,11 @@ def exported(node: Node, step: Apply, axes: Axes) -> Iterator[tuple[Ref, int]]:
 
 
 def version_bytes(program: Program, body: BodyPlan, ref: Ref, axes: Axes) -> int:
-    """What a version that a body makes takes of a device; none if it comes in, or is
-    one that only waits."""
+    """What a version that a body makes takes of a device; none if it comes in."""
     for step in body.steps:
         if isinstance(step, Reshard):
             if ref == step.result:
-                waits = len(step.path) == 1
-                return 0 if waits else moved_bytes(program, step, axes)
+                return moved_bytes(program, step, axes)
             continue
         node = program.nodes[step.node]
         if ref in step.exports:

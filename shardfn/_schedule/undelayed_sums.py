@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from shardfn._core.limits import BALANCED_FLOPS, SUMS_FLOPS, SUMS_PART, SUMS_TIME
-from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard
+from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Site
 from shardfn._core.program import Node, Program
 from shardfn._core.reasons import Note, noted
 from shardfn._core.sharding import Axes
 from shardfn._schedule.balanced_loops import is_balanced, scattered_sums
-from shardfn._schedule.bodies import Site, inside, rewritten, with_nodes
+from shardfn._schedule.bodies import inside, rewritten, with_nodes
 from shardfn._schedule.chain_reduce_scatters import chain_reduce_scatters
 from shardfn._schedule.delayed_sums import StackedSum, are_left_to_compiler
 from shardfn._schedule.loop_events import events
