@@ -105,6 +105,11 @@ class Reshard:
         return takes and not self.auto
 
     @property
+    def is_local(self) -> bool:
+        """Whether each device makes its part of what it has."""
+        return not any(move.op for move in self.moves)
+
+    @property
     def gathers_state(self) -> bool:
         return self.stored and any(isinstance(m, AllGather) for m in self.moves)
 

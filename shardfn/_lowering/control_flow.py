@@ -95,8 +95,8 @@ class ControlFlow:
     ) -> list[Any]:
         """What a plan of the body that runs ahead exports."""
         around = self.axes, (*self.place, self.step.node, 0), self.apart
-        program, more = self.node.bodies[0], {"sources": sources, "within": within}
-        return self.emit_part(program, plan, args, *around, **more)
+        program = self.node.bodies[0]
+        return self.emit_part(program, plan, args, *around, sources, within)
 
     def typed(
         self, x: jax.Array, sharding: Sharding, weak: bool | None = None
@@ -194,16 +194,16 @@ class ControlFlow:
                 args = [*consts, *[None] * n_carry, *slices]
                 return self.part(ahead.part, args, sources)
 
-            def moved(slices: Arrays) -> dict[Site, Any]:
+            def moved(slices: Arrays) -> tuple[dict[Site, Any], bool]:
                 found = dict[Site, Any]()
-                make(slices, Sources(found))
-                return found
+                made = make(slices, Sources(found))
+                return found, all(x is None for x in made)
 
             return AheadPart(
                 ahead.lead,
                 frozenset(i for i, ref in enumerate(scanned) if ref in used),
                 moved,
-                lambda slices, given: make(slices, Sources(given=given)),
+                lambda slices, given: make(slices, Sources(None, given)),
                 ahead.tied,
                 ahead.handed,
             )

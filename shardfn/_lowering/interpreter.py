@@ -80,9 +80,9 @@ def _emit_part(
     axes: Axes,
     place: Place,
     apart: frozenset[str],
+    sources: Sources,
+    within: tuple[int, ...],
     differentiated: bool = False,
-    sources: Sources | None = None,
-    within: tuple[int, ...] = (),
 ) -> list[Any]:
     """What a plan that runs ahead of a loop exports, from the arguments that are
     known."""
@@ -90,7 +90,7 @@ def _emit_part(
     run.constants()
     given = zip((*map(Ref, program.inputs), *plan.imports), args, strict=True)
     run.env.update((ref, arg) for ref, arg in given if arg is not None)
-    return run_ahead(run, sources or Sources(), within)
+    return run_ahead(run, sources, within)
 
 
 @dataclass(slots=True)
@@ -186,24 +186,31 @@ class _Run:
 
     def tied(self, step: Reshard) -> Any:
         """What a move moves, no earlier than what it waits for."""
-        x = self.bits.get(step.source, self.env[step.source])
-        if isinstance(x, Bits) and step.takes_bits:
-            return x if step.after is None else x.behind(self.env[step.after])
-        x = whole(self.env[step.source], {}, None)
+        x, only_waits = self.env[step.source], len(step.path) == 1
+        bits = self.bits.get(step.source, x)
+        if isinstance(bits, Bits) and step.takes_bits:
+            x = bits
+        elif not only_waits:
+            x = whole(x, {}, None)
         if step.after is None:
             return x
-        if len(step.path) == 1 or step.in_turn:
+        if only_waits or step.in_turn:
             return self.waiting(x, step.after)
+        if isinstance(x, Bits):
+            return x.behind(self.env[step.after])
         return barrier(x, self.env[step.after])[0]
 
-    def waiting(self, x: jax.Array, after: Ref) -> jax.Array:
+    def waiting(self, x: Any, after: Ref) -> Any:
         """`x`, made no earlier than `after`, which goes on as what the barrier makes of
         it: a compiler drops from a barrier what nothing reads behind it."""
-        x, self.env[after] = barrier(x, self.env[after])
-        return x
+        leaves, tree = jax.tree.flatten(x)
+        *leaves, self.env[after] = barrier(*leaves, self.env[after])
+        return jax.tree.unflatten(tree, leaves)
 
     def moved(self, step: Reshard, x: jax.Array) -> list[jax.Array]:
         """What a move makes: one array, or one for each use."""
+        if len(step.path) == 1:
+            return [x]
         if step.residual is not None:
             rows = self.program.avals[step.residual.value].shape[0]
             made = move_leaving(step, rows, x, self.place, self.axes)
@@ -310,5 +317,4 @@ class _Run:
         within: tuple[int, ...],
     ) -> list[Any]:
         """What the part of a call's body exports that runs ahead."""
-        call = self.flow(step, node, ())
-        return call.part(step.bodies[0], args, sources, within)
+        return self.flow(step, node, ()).part(step.bodies[0], args, sources, within)

@@ -25,16 +25,17 @@ class AheadPart:
     Attributes:
       lead: how many iterations ahead it runs.
       reads: which slices of what is scanned over it reads; others are None.
-      moved: from slices to what its gathers move, by where they are.
+      moved: from slices to what its gathers move, by where they are, and whether all
+        that it makes is gathered.
       make: from slices, and what is to be moved in place of that, to what the body
         gets.
-      tied: what of `moved` the body is given, too, and hands on, before it is moved.
+      tied: gathers; what they move the body is given, too, and hands on.
       handed: whether the body is given what is made, and hands it on.
     """
 
     lead: int
     reads: frozenset[int]
-    moved: Callable[[Arrays], dict[Site, Any]]
+    moved: Callable[[Arrays], tuple[dict[Site, Any], bool]]
     make: Callable[[Arrays, Mapping[Site, Any]], Arrays]
     tied: tuple[Site, ...] = ()
     handed: bool = False
@@ -53,8 +54,8 @@ def scan_ahead(
     """Scans `body(carry, x, made)`, where `made` is what all parts make of `x`, and
     behind it what of a later iteration the body hands on.
 
-    The first `lead` iterations' values are made in front of the loop, once its carries
-    are there: a loop that goes back over the same layers must not share them. The last
+    The first `lead` iterations' values are made in front of the loop, gathered once its
+    carries are there: a loop that goes back over the same layers must not share them. The last
     `lead` iterations make those of the last one again, which nothing uses: a loop
     cannot leave out a collective now and then and still overlap it.
 
@@ -84,11 +85,15 @@ def scan_ahead(
 
     def first(part: AheadPart, iteration: Any) -> Arrays:
         slices = sliced(part, iteration)
-        moved = part.moved(slices)
-        leaves, treedef = jax.tree.flatten([*moved.values()])
-        leaves = barrier(*leaves, *init)[: len(leaves)]
-        waits = jax.tree.unflatten(treedef, leaves)
+        moved, is_all = part.moved(slices)
+        if not is_all:
+            return part.make(behind_init(slices), {})
+        waits = behind_init([*moved.values()])
         return part.make(slices, dict(zip(moved, waits, strict=True)))
+
+    def behind_init(values: Any) -> Any:
+        leaves, treedef = jax.tree.flatten(values)
+        return jax.tree.unflatten(treedef, barrier(*leaves, *init)[: len(leaves)])
 
     def iteration(carry: Any, x: Any) -> tuple[Any, Any]:
         carry, queues, number = carry
@@ -131,7 +136,7 @@ class _Coming:
         if part.handed:
             self.given = list(part.make(slices, {}))
         elif part.tied:
-            moved = part.moved(slices)
+            moved, _ = part.moved(slices)
             self.given = [moved[site] for site in part.tied]
 
     def made(self, handed: Arrays) -> Arrays:

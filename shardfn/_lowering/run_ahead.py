@@ -2,10 +2,11 @@
 
 In: a plan of such a part, being run, and the arguments that are known. Out: what it
 exports; or what its gathers move, so that it may wait for something before they are
-made: behind the casts, which a compiler then makes in one kernel with the slices.
+made: behind the step's casts, which a compiler then makes in one kernel with slices.
+What is cast for the wire alone (`gather_dtype`) is cast by the gather, behind the wait.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -14,16 +15,15 @@ import jax
 from shardfn._core.plan import (
     Apply,
     BodyPlan,
-    HostStep,
     Ref,
     Reshard,
     Site,
-    Step,
     Transfer,
     reads,
 )
 from shardfn._core.program import Node, Program
 from shardfn._core.step_order import made_by
+from shardfn._lowering.bits import Bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +31,11 @@ class Sources:
     """What the gathers of a part move, by where they are.
 
     Attributes:
-      found: as it is found, while nothing is gathered; None where the part is made.
-      given: what is gathered in place of what the part makes for it.
+      found: where it is written, while nothing is gathered; None if the part is made.
+      given: what is moved in place of what the part makes for it.
     """
 
-    found: dict[Site, Any] | None = None
+    found: dict[Site, Any] | None
     given: Mapping[Site, Any] = field(default_factory=dict)
 
 
@@ -45,6 +45,7 @@ class Run(Protocol):
     program: Program
     plan: BodyPlan
     env: dict[Ref, Any]
+    bits: dict[Ref, Bits]
 
     def reshard(self, index: int) -> None: ...
     def follow(self, step: Apply | Transfer) -> None: ...
@@ -71,19 +72,26 @@ def run_ahead(run: Run, sources: Sources, within: tuple[int, ...]) -> list[Any]:
       What the plan exports, None for what is not known before gathers are made.
     """
     steps, env = run.plan.run[0], run.env
-    own = {s.result: s for s in steps if isinstance(s, Reshard)}
-    given = {ref: sources.given.get((within, ref)) for ref in own}
-    env |= {own[ref].source: x for ref, x in given.items() if x is not None}
-    waits = [own[ref].source for ref, x in given.items() if x is not None]
-    needed = _needed(run.program, run.plan, frozenset(waits))
+    moves = [step for step in steps if isinstance(step, Reshard)]
+    given = {
+        step.source: sources.given[within, step.result]
+        for step in moves
+        if (within, step.result) in sources.given
+    }
+    seen = set[Ref]()
+    needed, _ = _needed(run.program, run.plan, sources.given.keys(), within)
     for index, step in enumerate(steps):
+        env |= given  # also where a step makes it again, beside something else
         if index not in needed:
             continue
         if isinstance(step, Reshard):
-            if sources.found is None or not any(move.op for move in step.moves):
-                run.reshard(index)
-            elif step.gathers_state and step.source in env:
-                sources.found[within, step.result] = env[step.source]
+            if sources.found is None or step.is_local:
+                if env.keys() >= {*reads(step)}:
+                    run.reshard(index)
+            elif step.gathers_state and step.source in env.keys() - seen:
+                own = run.bits.get(step.source, env[step.source])
+                sources.found[within, step.result] = own
+                seen.add(step.source)
             continue
         assert isinstance(step, Apply | Transfer)
         if isinstance(step, Apply) and run.program.nodes[step.node].kind != "op":
@@ -111,20 +119,27 @@ def _exported(
             yield ref, x
 
 
-def _needed(program: Program, plan: BodyPlan, known: frozenset[Ref]) -> set[int]:
-    """Indices of the steps that are to run: all but those that only make what is known
-    already."""
+def _needed(
+    program: Program, plan: BodyPlan, given: Set[Site], within: tuple[int, ...]
+) -> tuple[set[int], set[Ref]]:
+    """Indices of the steps that are to run, and the versions that they read: all but
+    those that compute or copy only what nothing reads, or what is given."""
     found: set[int] = set()
     read: set[Ref] = set(plan.exports)
+    moves = (step for step in plan.run[0] if isinstance(step, Reshard))
+    known = {step.source for step in moves if (within, step.result) in given}
     for index, step in reversed([*enumerate(plan.run[0])]):
-        if known and _only_computes(program, step):
-            made = {*made_by(program, step)}
-            if made.isdisjoint(read) or made <= known:
-                continue
+        node = program.nodes[step.node] if isinstance(step, Apply) else None
+        made = {*made_by(program, step)}
+        if node is not None and isinstance(step, Apply) and node.bodies:
+            (called, *_), (inner, *_) = node.bodies, step.bodies
+            _, inside = _needed(called, inner, given, (*within, step.node))
+            names = (*map(Ref, called.inputs), *inner.imports)
+            operands = zip(names, (*step.operands, *step.imports), strict=True)
+            read |= {ref for name, ref in operands if ref and name in inside}
+        elif isinstance(step, Reshard) or made & read - known:
+            read |= {*reads(step)}
+        else:
+            continue
         found.add(index)
-        read |= {*reads(step)} - known
-    return found
-
-
-def _only_computes(program: Program, step: Step | HostStep) -> bool:
-    return isinstance(step, Apply) and program.nodes[step.node].kind == "op"
+    return found, read - known

@@ -15,6 +15,7 @@ from shardfn._core.plan import Ahead, Apply, BodyPlan, Ref, Reshard, Site, Step,
 from shardfn._core.program import Node, Program
 from shardfn._core.reasons import Note
 from shardfn._core.sharding import Sharding
+from shardfn._core.step_order import made_by
 from shardfn._schedule.balanced_loops import scattered_sums
 from shardfn._schedule.bodies import all_moves, given_to
 from shardfn._schedule.first_uses import gathered_ahead, moved_whole, uses_in, waits_for
@@ -102,8 +103,8 @@ def _moved(
     origins: Mapping[Ref, Ref] | None = None,
     within: tuple[int, ...] = (),
 ) -> Iterator[_Moved]:
-    """What the gathers of a part, and of calls in it, move, but for what is made of
-    what another has gathered: that waits with it.
+    """What the gathers of a part, and of calls in it, move, once for each value; but
+    for what is made of what another has gathered: that waits with it.
 
     Args:
       program: the program.
@@ -113,22 +114,25 @@ def _moved(
     """
     inputs = (*map(Ref, program.inputs), *part.imports)
     known = {ref: ref for ref in inputs} if origins is None else dict(origins)
+    literal = {Ref(value) for value, _ in program.constants}
+    seen: set[Ref] = set()
     for step in part.steps:
+        is_known = known.keys() | literal >= {*reads(step)}
         origin = next((known[ref] for ref in reads(step) if ref in known), None)
-        if isinstance(step, Reshard):
-            if step.gathers_state and step.source in known:
+        made = made_by(program, step)
+        if isinstance(step, Reshard) and not step.is_local:
+            if step.gathers_state and step.source in known.keys() - seen:
+                seen.add(step.source)
                 kind = program.avals[step.source.value], step.path[0]
                 yield _Moved((within, step.result), known[step.source], kind)
-            elif origin is not None and not any(move.op for move in step.moves):
-                known[step.result] = origin
-            continue
-        node = program.nodes[step.node]
-        if node.is_call:
-            (called,), (inner,) = node.bodies, step.bodies
+        elif isinstance(step, Apply) and program.nodes[step.node].is_call:
+            (called,), (inner,) = program.nodes[step.node].bodies, step.bodies
             given = given_to(called, step, known)
             yield from _moved(called, inner, given, (*within, step.node))
-        elif origin is not None and known.keys() >= {*reads(step)}:
-            known |= dict.fromkeys(map(Ref, node.outputs), origin)
+        elif is_known and origin is not None:
+            known |= dict.fromkeys(made, origin)
+        elif is_known:
+            literal |= {*made}
 
 
 def _stay_in_bits(ahead: Ahead) -> bool:

@@ -185,8 +185,8 @@ class Liveness:
         if isinstance(step, Reshard) and len(step.path) == 1:
             return [step.source]
         if isinstance(step, Reshard):
-            local = not any(move.op for move in step.moves)
-            return [step.source] if local and self.is_fused(ref) else None
+            fused = step.is_local and self.is_fused(ref)
+            return [step.source] if fused else None
         if not isinstance(step, Apply) or step.exports:
             return None
         node = self.program.nodes[step.node]
