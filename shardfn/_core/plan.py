@@ -6,8 +6,7 @@ A `BodyPlan` is straight-line: `Reshard` steps make a new version of a value in 
 sharding, `Apply` steps run one node of the program on such versions.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from shardfn._core.automatic_axes import AutoSplit, part_shape
@@ -242,18 +241,6 @@ def reads(step: Step | HostStep) -> tuple[Ref, ...]:
         return (step.source, *waits)
     known = (ref for ref in step.operands if ref is not None)
     return (*known, *step.imports, *waits)
-
-
-def reading(step: Step, name: Callable[[Ref], Ref]) -> Step:
-    """`step` with the versions that it reads renamed."""
-    if all(name(ref) == ref for ref in reads(step)):
-        return step
-    after = None if step.after is None else name(step.after)
-    if isinstance(step, Reshard):
-        return replace(step, source=name(step.source), after=after)
-    operands = tuple(None if ref is None else name(ref) for ref in step.operands)
-    imports = tuple(map(name, step.imports))
-    return replace(step, operands=operands, imports=imports, after=after)
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,9 +55,9 @@ def scan_ahead(
     behind it what of a later iteration the body hands on.
 
     The first `lead` iterations' values are made in front of the loop, gathered once its
-    carries are there: a loop that goes back over the same layers must not share them. The last
-    `lead` iterations make those of the last one again, which nothing uses: a loop
-    cannot leave out a collective now and then and still overlap it.
+    carries are there: a loop that goes back over the same layers must not share them.
+    The last `lead` iterations make those of the last one again, which nothing uses: a
+    loop cannot leave out a collective now and then and still overlap it.
 
     Args:
       body: one iteration: the carries, what is stacked, and what is handed on.

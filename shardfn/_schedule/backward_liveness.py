@@ -16,14 +16,14 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from shardfn._core.limits import CHAINED_BYTES
-from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step, reading, reads
+from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step, reads
 from shardfn._core.program import Node, Program
 from shardfn._core.sharding import Axes, Sharding, is_unreduced
 from shardfn._core.sizes import local_bytes
 from shardfn._schedule.chain_reduce_scatters import scatters_alone
 from shardfn._schedule.cotangents import cotangent_of
 from shardfn._schedule.open_order import is_constant
-from shardfn._schedule.versions import tied
+from shardfn._schedule.versions import reading, tied
 from shardfn._schedule.wire_dtypes import sums_gradient
 
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 from typing import TypeGuard
 
 from shardfn._core.limits import CHAINED_BYTES
-from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step, reading
+from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step
 from shardfn._core.program import Node, Program
 from shardfn._core.reasons import Note, noted
 from shardfn._core.sharding import Split
 from shardfn._schedule.cotangents import cotangent_of
-from shardfn._schedule.versions import fresh, tied
+from shardfn._schedule.versions import fresh, reading, tied
 from shardfn._schedule.wire_dtypes import sums_gradient
 
 WAITS = Note(

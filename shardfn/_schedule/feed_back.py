@@ -12,7 +12,7 @@ from shardfn._core.control import Control
 from shardfn._core.errors import ShardingError, called, listed, where
 from shardfn._core.leaves import Names
 from shardfn._core.moves import ExchangeTerms, Mask
-from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step, reading
+from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step
 from shardfn._core.program import Node, Program
 from shardfn._core.reasons import Note, noted
 from shardfn._core.residual import feed_back_p
@@ -20,7 +20,7 @@ from shardfn._core.sharding import Axes
 from shardfn._core.sizes import local_bytes
 from shardfn._schedule.bodies import inside
 from shardfn._schedule.quantize_moves import by_axis
-from shardfn._schedule.versions import fresh
+from shardfn._schedule.versions import fresh, reading
 
 FED = (
     "what quantizing takes from each term is added to it in the next step: {} a device"

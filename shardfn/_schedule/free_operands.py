@@ -15,7 +15,7 @@ from typing import NamedTuple
 from jax import lax
 
 from shardfn._core.limits import FREED_BYTES
-from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step, reading, reads
+from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step, reads
 from shardfn._core.program import Node, Program
 from shardfn._core.reasons import Note
 from shardfn._core.sharding import Axes, Sharding, is_unreduced
@@ -24,7 +24,7 @@ from shardfn._core.step_order import made_by
 from shardfn._schedule.bodies import inside
 from shardfn._schedule.heap import Heap
 from shardfn._schedule.liveness import Liveness
-from shardfn._schedule.versions import fresh, tied
+from shardfn._schedule.versions import fresh, reading, tied
 
 FREES = Note(
     "free_operands",

@@ -23,7 +23,6 @@ from shardfn._core.plan import (
     Reshard,
     Step,
     Transfer,
-    reading,
     reads,
 )
 from shardfn._core.program import Program
@@ -33,6 +32,7 @@ from shardfn._core.tile_limits import TPU_TILE
 from shardfn._schedule.host_clusters import Cluster, clusters_of
 from shardfn._schedule.host_order import Unit, in_order
 from shardfn._schedule.host_scans import scanned
+from shardfn._schedule.versions import reading
 
 
 def host_transfers(program: Program, body: BodyPlan, axes: Axes) -> BodyPlan:

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field, replace
 from shardfn._core.control import Control
 from shardfn._core.limits import KEPT_SHARE
 from shardfn._core.phases import Pass
-from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step, reading, reads
+from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step, reads
 from shardfn._core.program import Program
 from shardfn._core.quantized import Quantized
 from shardfn._core.reasons import Note, noted
 from shardfn._core.sharding import Sharding, Split
+from shardfn._schedule.versions import reading
 
 
 def share_gathers(

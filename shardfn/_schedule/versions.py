@@ -4,14 +4,26 @@ In: a plan. Out: versions that it does not have yet, one that only waits for ano
 the plan with some versions in place of others.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from shardfn._core.phases import Pass
-from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, reading
+from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Step, reads
 from shardfn._core.sharding import Sharding
 from shardfn._core.sizes import itemsize
+
+
+def reading(step: Step, name: Callable[[Ref], Ref]) -> Step:
+    """`step` with the versions that it reads renamed."""
+    if all(name(ref) == ref for ref in reads(step)):
+        return step
+    after = None if step.after is None else name(step.after)
+    if isinstance(step, Reshard):
+        return replace(step, source=name(step.source), after=after)
+    operands = tuple(None if ref is None else name(ref) for ref in step.operands)
+    imports = tuple(map(name, step.imports))
+    return replace(step, operands=operands, imports=imports, after=after)
 
 
 def without_moves(body: BodyPlan, instead: Mapping[Ref, Ref]) -> BodyPlan:
