@@ -307,14 +307,3 @@ class _Run:
         around, also = (self.axes, self.place, self.apart), self.differentiated
         runs = (functools.partial(f, differentiated=also) for f in (emit, _emit_part))
         return ControlFlow(node, step, imports, *around, *runs)
-
-    def part_of_call(
-        self,
-        step: Apply,
-        node: Node,
-        args: Sequence[Any],
-        sources: Sources,
-        within: tuple[int, ...],
-    ) -> list[Any]:
-        """What the part of a call's body exports that runs ahead."""
-        return self.flow(step, node, ()).part(step.bodies[0], args, sources, within)

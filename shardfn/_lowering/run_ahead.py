@@ -50,14 +50,7 @@ class Run(Protocol):
     def reshard(self, index: int) -> None: ...
     def follow(self, step: Apply | Transfer) -> None: ...
     def read(self, ref: Ref | None, atom: Any) -> jax.Array: ...
-    def part_of_call(
-        self,
-        step: Apply,
-        node: Node,
-        args: Sequence[Any],
-        sources: Sources,
-        within: tuple[int, ...],
-    ) -> list[Any]: ...
+    def flow(self, step: Apply, node: Node, imports: Sequence[Any]) -> Any: ...
 
 
 def run_ahead(run: Run, sources: Sources, within: tuple[int, ...]) -> list[Any]:
@@ -113,7 +106,8 @@ def _exported(
         for ref, atom in zip(step.operands, node.inputs, strict=True)
     ]
     known += [run.env.get(ref) for ref in step.imports]
-    made = run.part_of_call(step, node, known, sources, (*within, step.node))
+    call, inside = run.flow(step, node, ()), (*within, step.node)
+    made = call.part(step.bodies[0], known, sources, inside)
     for ref, x in zip(step.exports, made, strict=True):
         if x is not None:
             yield ref, x
