@@ -1,5 +1,6 @@
 """In: tests marked `covering` or `exhaustive`. Out: a quick run meets what it has to,
-and no more; the others run last, while there is time.
+and no more; those of compilers run behind the rest, and those that it leaves out last,
+while there is time.
 """
 
 import itertools
@@ -37,20 +38,29 @@ def test_product(a, b, c):
 IN_TURN = """
 import pytest
 
-rest = pytest.mark.exhaustive
+rest, aot = pytest.mark.exhaustive, pytest.mark.aot("h100:8")
 
 @pytest.mark.parametrize(
-    "x", [pytest.param("a", marks=rest), "b", pytest.param("c", marks=rest), "d"]
+    "x",
+    [
+        pytest.param("a", marks=rest),
+        pytest.param("b", marks=aot),
+        "c",
+        pytest.param("d", marks=[rest, aot]),
+        "e",
+    ],
 )
 def test_turn(x):
     print("ran", x)
 """
 
+EXHAUSTIVE, EVERY = "SHARDFN_EXHAUSTIVE_UNTIL", "SHARDFN_UNTIL"
+
 
 @pytest.fixture(autouse=True)
 def unlimited(monkeypatch: pytest.MonkeyPatch) -> None:
     """What these tests run is one worker's, and has time, whatever runs these."""
-    for name in ("SHARDFN_EXHAUSTIVE_UNTIL", "PYTEST_XDIST_WORKER_COUNT"):
+    for name in (EXHAUSTIVE, EVERY, "PYTEST_XDIST_WORKER_COUNT"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -71,48 +81,55 @@ def test_any_values_meet_in_a_quick_run(
 
 
 @pytest.mark.parametrize(
-    "until, outcomes",
+    "name, until, passed, said",
     [
-        (None, {"passed": 4}),
-        ("4102444800", {"passed": 4}),  # in the year 2100
-        ("0", {"passed": 2, "skipped": 2}),
+        (EXHAUSTIVE, "4102444800", 5, None),  # in the year 2100
+        (EXHAUSTIVE, "0", 3, "*exhaustive, and the time for those is over (SHARDFN_E*"),
+        (EVERY, "4102444800", 5, None),
+        (EVERY, "0", 0, "*the time for tests is over (SHARDFN_UNTIL)"),
     ],
 )
 def test_exhaustive_tests_run_last_and_while_there_is_time(
-    until: str | None,
-    outcomes: dict[str, int],
+    name: str,
+    until: str,
+    passed: int,
+    said: str | None,
     pytester: pytest.Pytester,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if until is not None:
-        monkeypatch.setenv("SHARDFN_EXHAUSTIVE_UNTIL", until)
+    monkeypatch.setenv(name, until)
     _project(pytester, IN_TURN)
     run = pytester.runpytest("-s", "-q", "-rs", "-m", "")
-    run.assert_outcomes(**outcomes)
+    run.assert_outcomes(passed=passed, skipped=5 - passed)
     printed = re.findall(r"ran (\w)", run.stdout.str())
-    assert printed == ["b", "d", "a", "c"][: outcomes["passed"]]
-    if "skipped" in outcomes:
-        run.stdout.fnmatch_lines("*the time for those is over (SHARDFN_EXHAUSTIVE*")
-    pytester.runpytest("-q").assert_outcomes(passed=2, deselected=2)
+    assert printed == ["c", "e", "b", "a", "d"][:passed]
+    if said:
+        run.stdout.fnmatch_lines(said)
+    monkeypatch.delenv(name)
+    pytester.runpytest("-q").assert_outcomes(passed=3, deselected=2)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
-@pytest.mark.parametrize("quick, rest", [(10, 30), (30, 10), (7, 0), (0, 5), (1, 1)])
-def test_each_worker_begins_with_quick_ones(
-    quick: int, rest: int, workers: int
+@pytest.mark.parametrize(
+    "quick, compiles, rest",
+    [(10, 5, 30), (30, 0, 10), (7, 0, 0), (0, 0, 5), (1, 1, 1), (9, 8, 7), (2, 3, 0)],
+)
+def test_each_worker_has_its_share_of_each_group(
+    quick: int, compiles: int, rest: int, workers: int
 ) -> None:
-    every = [f"q{i}" for i in range(quick)], [f"r{i}" for i in range(rest)]
-    found = tiers.dealt(*every, workers)
-    assert sorted(found) == sorted([*every[0], *every[1]])
-    assert [x for x in found if x[0] == "q"] == every[0]
-    at, counts = 0, []
+    sizes = {"a": quick, "b": compiles, "c": rest}
+    every = [[f"{k}{i}" for i in range(size)] for k, size in sizes.items()]
+    found = tiers.dealt(every, workers)
+    assert sorted(found) == sorted(sum(every, []))
+    at, parts = 0, []
     for left in range(workers, 0, -1):
-        part = found[at : at + (len(found) - at) // left]
-        at += len(part)
-        kinds = [x[0] for x in part]
-        assert kinds == sorted(kinds)
-        counts.append(kinds.count("q"))
-    assert max(counts) - min(counts) <= 1 or quick > rest
+        parts.append([x[0] for x in found[at : at + (len(found) - at) // left]])
+        at += len(parts[-1])
+    for group, own in zip("abc", every, strict=True):
+        assert [x for x in found if x[0] == group] == own
+        counts = [part.count(group) for part in parts]
+        assert max(counts) - min(counts) <= 2, counts
+    assert all(part == sorted(part) for part in parts)
 
 
 def _project(pytester: pytest.Pytester, tests: str) -> None:
@@ -120,6 +137,6 @@ def _project(pytester: pytest.Pytester, tests: str) -> None:
     pytester.makeconftest(CONFTEST)
     pytester.makepyfile(tests)
     pytester.makeini(
-        "[pytest]\nmarkers =\n  covering(n): x\n  exhaustive: x\n"
+        "[pytest]\nmarkers =\n  aot(target): x\n  covering(n): x\n  exhaustive: x\n"
         "addopts = -p no:cacheprovider -m 'not exhaustive'\n"
     )

@@ -1,6 +1,8 @@
 """In: the tests that pytest has collected. Out: the mark `exhaustive` on those that a
 quick run leaves out, because others of the same test have each of their values; they
 run last, and none begins after `SHARDFN_EXHAUSTIVE_UNTIL`, in seconds since 1970.
+Those that need a compiler of other machines run in front of them, behind all others,
+and no test at all begins after `SHARDFN_UNTIL`.
 """
 
 import itertools
@@ -39,35 +41,42 @@ def mark_exhaustive(items: Sequence[pytest.Item]) -> None:
 
 
 def quick_first(items: list[pytest.Item]) -> None:
-    """Moves exhaustive tests behind the others, in what each worker begins with."""
-    marked = [item.get_closest_marker("exhaustive") is not None for item in items]
-    quick = [item for item, rest in zip(items, marked, strict=True) if not rest]
-    rest = [item for item, rest in zip(items, marked, strict=True) if rest]
+    """Moves tests of compilers behind the others, and exhaustive ones behind those, in
+    what each worker begins with."""
+    groups: tuple[list[pytest.Item], ...] = [], [], []
+    for item in items:
+        rest, compiles = map(item.get_closest_marker, ("exhaustive", "aot"))
+        groups[2 if rest else 1 if compiles else 0].append(item)
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    items[:] = dealt(quick, rest, workers)
+    items[:] = dealt(groups, workers)
 
 
-def dealt(quick: Sequence[T], rest: Sequence[T], workers: int) -> list[T]:
-    """All of both, of which each worker's part, as `worksteal` cuts it, has some of
-    `quick` first: pytest-xdist gives each as many tests, one after the other, and the
-    last of those to a worker that has none left."""
-    found: list[T] = []
+def dealt(groups: Iterable[Sequence[T]], workers: int) -> list[T]:
+    """All of them, of which each worker's part, as `worksteal` cuts it, has its share
+    of each group, one after the other: pytest-xdist gives each as many tests as
+    another, in their order, and the last of those to a worker that has none left."""
+    found, rest = list[T](), [*groups]
     for left in range(workers, 0, -1):
-        size = (len(quick) + len(rest)) // left
-        own = min(-(-len(quick) // left), size)
-        found += [*quick[:own], *rest[: size - own]]
-        quick, rest = quick[own:], rest[size - own :]
+        room = sum(map(len, rest)) // left
+        for i, group in enumerate(rest):
+            own = min(-(-len(group) // left), room)
+            found += group[:own]
+            rest[i], room = group[own:], room - own
     return found
 
 
 def out_of_time(item: pytest.Item) -> str | None:
     """Why a test does not run, if no time is left for it."""
-    until = os.environ.get("SHARDFN_EXHAUSTIVE_UNTIL")
-    if until is None or item.get_closest_marker("exhaustive") is None:
-        return None
-    if time.time() < float(until):
-        return None
-    return "exhaustive, and the time for those is over (SHARDFN_EXHAUSTIVE_UNTIL)"
+    if item.get_closest_marker("exhaustive") and _is_over("SHARDFN_EXHAUSTIVE_UNTIL"):
+        return "exhaustive, and the time for those is over (SHARDFN_EXHAUSTIVE_UNTIL)"
+    if _is_over("SHARDFN_UNTIL"):
+        return "the time for tests is over (SHARDFN_UNTIL)"
+    return None
+
+
+def _is_over(name: str) -> bool:
+    until = os.environ.get(name)
+    return until is not None and time.time() >= float(until)
 
 
 def _mark_rest(same: list[pytest.Function]) -> None:

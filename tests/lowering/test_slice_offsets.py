@@ -22,7 +22,7 @@ from shardfn.analysis._offset_check import check_offsets
 
 pytestmark = pytest.mark.standard_promotion
 H100S = "h100:4"
-PROGRAM = "llama_scan_remat"
+LLAMA = "llama_scan_remat"
 HOST = {"offload": {"*": "host"}}
 
 BACKWARDS = """HloModule backwards
@@ -172,60 +172,79 @@ def test_how_xla_says_where_they_begin(said: str, expected: list[int | None]) ->
     assert [o.said for o in offsets(BACKWARDS.replace("SAID", said))] == expected
 
 
-Compiled = Callable[..., tuple[shardfn.Plan, str]]
+def momentum(state: Any, batch: jax.Array) -> tuple[Any, jax.Array]:
+    """A step over layers in a scan, each of two products."""
+
+    @jax.checkpoint
+    def layer(h: jax.Array, w: Any) -> tuple[jax.Array, None]:
+        return h + jnp.tanh(h @ w["up"]) @ w["down"], None
+
+    def loss(params: Any) -> jax.Array:
+        return jnp.mean(jax.lax.scan(layer, batch, params)[0] ** 2)
+
+    value, grads = jax.value_and_grad(loss)(state["params"])
+    means = jax.tree.map(lambda m, g: 0.9 * m + g, state["means"], grads)
+    params = jax.tree.map(lambda p, m: p - m, state["params"], means)
+    return {"params": params, "means": means}, value
 
 
-@pytest.fixture
-def compiled() -> Compiled:
-    """The plan and the text of a program of tests/programs for H100s."""
-
-    def planned(name: str, **options: Any) -> tuple[shardfn.Plan, str]:
+def case(name: str) -> tuple[Callable[..., Any], Any, Any]:
+    """A step and its arguments' types: the small one, or one of tests/programs."""
+    if name != "momentum":
         program = programs.get(name)
-        if program.batch_spec is not None:
-            options["batch_spec"] = program.batch_spec
         state = jax.eval_shape(program.init, jax.random.key(0))
-        batch = jax.eval_shape(lambda: program.batch(0))
-        mesh = targets.mesh(H100S)
-        step = shardfn.fully_shard(program.step, mesh, min_size=8, **options)
-        text = step.lower(state, batch).compile().as_text() or ""
-        return step.plan(state, batch), text
+        return program.step, state, jax.eval_shape(lambda: program.batch(0))
+    stack = jax.ShapeDtypeStruct((4, 64, 64), jnp.float32)
+    state = {k: {"up": stack, "down": stack} for k in ("params", "means")}
+    return momentum, state, jax.ShapeDtypeStruct((16, 64), jnp.float32)
 
-    return planned
+
+def compiled(name: str, **options: Any) -> tuple[shardfn.Plan, str]:
+    """The plan and the text of a program for H100s."""
+    plain, *args = case(name)
+    step = shardfn.fully_shard(plain, targets.mesh(H100S), min_size=8, **options)
+    return step.plan(*args), step.lower(*args).compile().as_text() or ""
 
 
 @pytest.mark.parametrize(
-    "_, options",
+    "_, name, options",
     [
-        aot(H100S, {}),
-        aot(H100S, {"prefetch": 1}, exhaustive=True),
-        aot(H100S, {"prefetch": "first"}, exhaustive=True),
-        aot(H100S, {"reshard_after_forward": False}, exhaustive=True),
+        aot(H100S, "momentum", {}),
+        aot(H100S, "momentum", {"prefetch": 1}),
+        aot(H100S, "momentum", {"reshard_after_forward": False}),
+        aot(H100S, LLAMA, {}, exhaustive=True),
+        aot(H100S, LLAMA, {"prefetch": 1}, exhaustive=True),
+        aot(H100S, LLAMA, {"prefetch": "first"}, exhaustive=True),
+        aot(H100S, LLAMA, {"reshard_after_forward": False}, exhaustive=True),
     ],
 )
 def test_xla_knows_where_parts_begin(
-    compiled: Compiled, _: str, options: dict[str, Any]
+    _: str, name: str, options: dict[str, Any]
 ) -> None:
     """Where nothing is on the host, XLA's own offsets are right, and are left to it."""
-    plan, text = compiled(PROGRAM, **options)
+    plan, text = compiled(name, **options)
     found = offsets(text)
     assert found and all(o.said is not None and o.true is not None for o in found)
     assert plan.verify(text).misplaced == ()
 
 
-@pytest.mark.aot(H100S)
-def test_xla_does_not_work_them_out_for_leaves_on_the_host(compiled: Compiled) -> None:
+NAMES = [aot(H100S, "momentum"), aot(H100S, LLAMA, exhaustive=True)]
+
+
+@pytest.mark.parametrize("_, name", NAMES)
+def test_xla_does_not_work_them_out_for_leaves_on_the_host(_: str, name: str) -> None:
     """What it would is wrong: the gradients of two layers change places."""
-    plan, text = compiled(PROGRAM, **HOST)
+    plan, text = compiled(name, **HOST)
     assert plan.verify(text).ok
     assert "dynamic-slice-start" in text and "S(5)" in text
     assert "dynamic_slice_config" not in text
 
 
-@pytest.mark.aot(H100S)
-def test_without_the_option_they_are_wrong(compiled: Compiled) -> None:
+@pytest.mark.parametrize("_, name", NAMES)
+def test_without_the_option_they_are_wrong(_: str, name: str) -> None:
     """Once this fails, XLA is right, and `NO_OFFSETS` can go."""
     left_out = {NO_OFFSETS[0]: None}
-    plan, text = compiled(PROGRAM, **HOST, compiler_options=left_out)
+    plan, text = compiled(name, **HOST, compiler_options=left_out)
     checked = plan.verify(text)
     assert not checked.ok
     assert "misplaced: in iteration 0 a part of a stack is " in checked.problems()
@@ -254,7 +273,7 @@ def own_copies(params: Any, batch: jax.Array) -> tuple[Any, jax.Array]:
 
 
 @pytest.mark.aot(H100S)
-def test_what_a_step_keeps_on_the_host_by_itself_counts(compiled: Compiled) -> None:
+def test_what_a_step_keeps_on_the_host_by_itself_counts() -> None:
     step = shardfn.fully_shard(own_copies, targets.mesh(H100S), min_size=8)
     args = jax.ShapeDtypeStruct((4, 64, 64), "float32"), jnp.ones((16, 64))
     lowered = step.lower(*args)
@@ -265,10 +284,8 @@ def test_what_a_step_keeps_on_the_host_by_itself_counts(compiled: Compiled) -> N
 
 @pytest.mark.aot(H100S)
 def test_a_step_in_another_program_says_what_that_needs() -> None:
-    program = programs.get(PROGRAM)
-    step = shardfn.fully_shard(program.step, targets.mesh(H100S), min_size=8, **HOST)
-    state = jax.eval_shape(program.init, jax.random.key(0))
-    batch = jax.eval_shape(lambda: program.batch(0))
+    plain, state, batch = case("momentum")
+    step = shardfn.fully_shard(plain, targets.mesh(H100S), min_size=8, **HOST)
     for _ in range(2):  # each program of its own
         with pytest.warns(shardfn.OffloadWarning) as said:
             jax.eval_shape(lambda state, batch: step(state, batch), state, batch)
@@ -276,11 +293,9 @@ def test_a_step_in_another_program_says_what_that_needs() -> None:
     name, value = NO_OFFSETS
     assert "has values in the host's memory, and is part of another program" in message
     assert f"Pass compiler_options={{'{name}': '{value}'}} to the jax.jit" in message
-    assert "train_step was called at test_slice_offsets.py:" in message
+    assert "momentum was called at test_slice_offsets.py:" in message
     none = {"compiler_options": {name: None}}
-    step = shardfn.fully_shard(
-        program.step, targets.mesh(H100S), min_size=8, **HOST, **none
-    )
+    step = shardfn.fully_shard(plain, targets.mesh(H100S), min_size=8, **HOST, **none)
     with warnings.catch_warnings():
         warnings.simplefilter("error", shardfn.OffloadWarning)
         jax.eval_shape(lambda state, batch: step(state, batch), state, batch)

@@ -6,6 +6,7 @@ works, and the groups of operands that are (or are not) linear.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +20,28 @@ from shardfn._core.rule_registry import rule_of
 
 def needlessly_whole(eqn: JaxprEqn, values: Sequence[Value]) -> list[str]:
     """`factor` or `factor:reducer` of the whole factors that can be split after all."""
-    rule = rule_of(eqn)
+    rule, programs = rule_of(eqn), Programs()
     expected = [as_numpy(x) for x in evaluate(eqn, values)]
     return [
         name
         for factor in sorted(rule.whole)
         for name, freed in _freed(rule, factor)
-        if _works(eqn, freed, factor, values, expected)
+        if _works(eqn, freed, factor, values, expected, programs)
     ]
+
+
+class Programs:
+    """What is compiled once: rules that only differ in their reducer run the same."""
+
+    def __init__(self) -> None:
+        self.compiled = dict[str, Any]()
+
+    def run(self, split: Split, inputs: Sequence[Value]) -> list[Value]:
+        lowered = jax.jit(split.run).lower(*inputs)
+        text = lowered.as_text()
+        if text not in self.compiled:
+            self.compiled[text] = lowered.compile()
+        return self.compiled[text](*inputs)
 
 
 def _freed(rule: OpShardingRule, factor: str) -> list[tuple[str, OpShardingRule]]:
@@ -52,6 +67,7 @@ def _works(
     factor: str,
     values: Sequence[Value],
     expected: Sequence[np.ndarray],
+    programs: Programs,
 ) -> bool:
     size = rule.size(factor)
     devices = next((n for n in (4, 2) if size % n == 0), 0)
@@ -59,7 +75,7 @@ def _works(
         return False
     split = Split(eqn, rule, factor, devices)
     try:
-        results = split.whole(jax.jit(split.run)(*split.inputs(values)))
+        results = split.whole(programs.run(split, split.inputs(values)))
     except Exception:  # noqa: BLE001
         return False
     return all(same(a, b) for a, b in zip(results, expected, strict=True))

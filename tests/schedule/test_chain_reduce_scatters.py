@@ -134,15 +134,16 @@ def test_layers_that_wait_change_no_bit(monkeypatch) -> None:
 @pytest.mark.standard_promotion
 def test_a_tpu_holds_one_layers_gradients(monkeypatch) -> None:
     """Libtpu sums the gradients of several layers after these, one after the other."""
-    heaps, layers = {}, 2 * LAYERS
+    heaps, width, hidden = {}, WIDTH // 2, HIDDEN // 2
+    layer = {"up": (width, hidden), "down": (hidden, width), "bias": (hidden,)}
     for waits in (True, False):
         monkeypatch.setattr(compat, "lets_sums_wait", lambda platform, w=waits: w)
-        mesh, state = targets.mesh("tpu:v5p:2x2x2"), [LAYER] * layers
-        case = shard_fn(train(True), mesh, state, (16384, WIDTH))
+        mesh, state = targets.mesh("tpu:v5p:2x2x2"), [layer] * LAYERS
+        case = shard_fn(train(True), mesh, state, (16384, width))
         lowered = case.step.lower(case.state, case.batch)
         _, heaps[waits] = compiled_with_heap(lowered, "tpu")
-    layer = 2 * 2 * WIDTH * HIDDEN
-    assert heaps[False] - heaps[True] > (layers - 2) * layer
+    gradients = 2 * 2 * width * hidden
+    assert heaps[False] - heaps[True] > (LAYERS - 2) * gradients
 
 
 @pytest.mark.aot("h100:8")

@@ -200,9 +200,9 @@ def test_a_plan_says_so(fuses: pytest.MonkeyPatch) -> None:
 def held() -> float:
     """Of a v5p that trains attention: its heap, in arrays of scores in bfloat16."""
     heads, length = 4, 4096
-    shapes = weights(2, 256, heads, 64, tuple)
+    shapes = weights(2, 128, heads, 32, tuple)
     state = {n: jax.ShapeDtypeStruct(x, jnp.float32) for n, x in shapes.items()}
-    x = jax.ShapeDtypeStruct((8, length, 256), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((8, length, 128), jnp.bfloat16)
     lowered = shardfn.fully_shard(train, targets.mesh(V5P)).lower(state, x)
     return compiled_with_heap(lowered, "tpu")[1] / (2 * heads * length**2)
 
