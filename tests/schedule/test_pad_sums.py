@@ -253,7 +253,7 @@ def test_libtpu_sends_rows_on_unless_parts_fill_tiles(monkeypatch, rows, pads) -
         monkeypatch.setattr(compat, "scatters_tiles", lambda platform: False)
     mesh = targets.mesh("tpu:v5p:2x2x2")
     state = weights(8 * rows, 8 * rows, jax.ShapeDtypeStruct)
-    x = jax.ShapeDtypeStruct((8, 256, 8 * rows), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((8, 64, 8 * rows), jnp.bfloat16)
     step = shardfn.fully_shard(train, mesh, **OPTIONS)
     compiled = step.lower(state, x).compile()
     found = {c.op for c in read_collectives(compiled.as_text() or "")}
@@ -318,7 +318,7 @@ def test_tpus_reduce_scatter_them(
     mesh = targets.mesh(target)
     width = 16 * mesh.size
     state = weights(width, 128 * tiles, jax.ShapeDtypeStruct)
-    x = jax.ShapeDtypeStruct((4 * mesh.size, 256, width), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((mesh.size, 64, width), jnp.bfloat16)
     step = shardfn.fully_shard(train, mesh, **OPTIONS)
     moves = all_moves(step.plan(state, x).body)
     notes = [note for move in moves for note in move.notes]

@@ -616,7 +616,7 @@ def test_compilers_of_devices_that_are_not_there(target: str, dtype: str) -> Non
     mesh = targets.mesh(target)
     shapes = {"a": (1024, 2048), "b": (2048, 1024)}
     case = shard_fn(
-        mlp(lambda w: w), mesh, shapes, (4096, 1024),
+        mlp(lambda w: w), mesh, shapes, (512, 1024),
         gather_dtype=dtype, reduce_dtype=dtype,
     )  # fmt: skip
     report = case.step.on(target, case.state, case.batch)
