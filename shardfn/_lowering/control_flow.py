@@ -26,6 +26,7 @@ from shardfn._lowering.custom_derivatives import run_custom
 from shardfn._lowering.move_lowerings import varying
 from shardfn._lowering.prefetching_scan import AheadPart, scan_ahead
 from shardfn._lowering.run_ahead import Sources
+from shardfn._schedule.moved_ahead import moved_ahead
 from shardfn._schedule.stacked_casts import cast_all, narrow_dtypes
 
 Arrays = Sequence[jax.Array]
@@ -189,6 +190,7 @@ class ControlFlow:
             used = {ref for s in ahead.part.run[0] for ref in reads(s)}
             slices = span(body.inputs, region.slices)
             scanned = (*map(Ref, slices), *ahead.part.imports)
+            asked = {each.site for each in moved_ahead(body, ahead.part)}
 
             def make(slices: Arrays, sources: Sources) -> list[Any]:
                 args = [*consts, *[None] * n_carry, *slices]
@@ -196,14 +198,14 @@ class ControlFlow:
 
             def moved(slices: Arrays) -> tuple[dict[Site, Any], bool]:
                 found = dict[Site, Any]()
-                made = make(slices, Sources(found))
+                made = make(slices, Sources(found, asked))
                 return found, all(x is None for x in made)
 
             return AheadPart(
                 ahead.lead,
                 frozenset(i for i, ref in enumerate(scanned) if ref in used),
                 moved,
-                lambda slices, given: make(slices, Sources(None, given)),
+                lambda slices, given: make(slices, Sources(None, given=given)),
                 ahead.tied,
                 ahead.handed,
             )

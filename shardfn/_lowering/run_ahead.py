@@ -32,10 +32,12 @@ class Sources:
 
     Attributes:
       found: where it is written, while nothing is gathered; None if the part is made.
+      asked: the gathers whose operands are written there.
       given: what is moved in place of what the part makes for it.
     """
 
     found: dict[Site, Any] | None
+    asked: Set[Site] = frozenset()
     given: Mapping[Site, Any] = field(default_factory=dict)
 
 
@@ -71,7 +73,6 @@ def run_ahead(run: Run, sources: Sources, within: tuple[int, ...]) -> list[Any]:
         for step in moves
         if (within, step.result) in sources.given
     }
-    seen = set[Ref]()
     needed, _ = _needed(run.program, run.plan, sources.given.keys(), within)
     for index, step in enumerate(steps):
         env |= given  # also where a step makes it again, beside something else
@@ -81,10 +82,9 @@ def run_ahead(run: Run, sources: Sources, within: tuple[int, ...]) -> list[Any]:
             if sources.found is None or step.is_local:
                 if env.keys() >= {*reads(step)}:
                     run.reshard(index)
-            elif step.gathers_state and step.source in env.keys() - seen:
+            elif (within, step.result) in sources.asked:
                 own = run.bits.get(step.source, env[step.source])
                 sources.found[within, step.result] = own
-                seen.add(step.source)
             continue
         assert isinstance(step, Apply | Transfer)
         if isinstance(step, Apply) and run.program.nodes[step.node].kind != "op":

@@ -6,23 +6,18 @@ waits for in front of its sums. A compiler that sees nothing between them begins
 with the iteration, and what this one needs waits; or with its end, which then waits.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from shardfn._core.limits import CHAINED_BYTES
-from shardfn._core.plan import Ahead, Apply, BodyPlan, Ref, Reshard, Site, Step, reads
+from shardfn._core.plan import Ahead, Apply, BodyPlan, Ref, Reshard, Site, Step
 from shardfn._core.program import Node, Program
 from shardfn._core.reasons import Note
-from shardfn._core.sharding import Sharding
-from shardfn._core.step_order import made_by
 from shardfn._schedule.balanced_loops import scattered_sums
-from shardfn._schedule.bodies import all_moves, given_to
+from shardfn._schedule.bodies import all_moves
 from shardfn._schedule.first_uses import gathered_ahead, moved_whole, uses_in, waits_for
+from shardfn._schedule.moved_ahead import Kind, moved_ahead
 from shardfn._schedule.versions import fresh_each, tied
-
-_Kind = tuple[Any, Sharding]
-"""What a value is like, and how it is sharded."""
 
 
 def among_the_rest(node: Node, loop: Apply, note: Note, in_front: bool) -> Apply:
@@ -63,7 +58,7 @@ def _behind_product(node: Node, loop: Apply, note: Note) -> Apply:
         return loop
     ahead: list[Ahead] = []
     for each in loop.ahead:
-        moved = [*_moved(program, each.part)]
+        moved = [*moved_ahead(program, each.part)]
         values, kinds = [m.origin.value for m in moved], [m.kind for m in moved]
         tie = _Behind(token, kinds, note).tie
         body, made = _through(program, body, values, (most.within, token), tie)
@@ -80,59 +75,6 @@ def _are_remats(program: Program, within: tuple[int, ...]) -> bool:
             return False
         program = program.nodes[at].bodies[0]
     return True
-
-
-@dataclass(frozen=True, slots=True)
-class _Moved:
-    """What a gather of a part moves.
-
-    Attributes:
-      site: where the gather is.
-      origin: one of the versions that come in of which the part makes it.
-      kind: what it is like.
-    """
-
-    site: Site
-    origin: Ref
-    kind: _Kind
-
-
-def _moved(
-    program: Program,
-    part: BodyPlan,
-    origins: Mapping[Ref, Ref] | None = None,
-    within: tuple[int, ...] = (),
-) -> Iterator[_Moved]:
-    """What the gathers of a part, and of calls in it, move, once for each value; but
-    for what is made of what another has gathered: that waits with it.
-
-    Args:
-      program: the program.
-      part: of a plan of it.
-      origins: what comes in from outside, by its names here; all that does if None.
-      within: in which calls this is.
-    """
-    inputs = (*map(Ref, program.inputs), *part.imports)
-    known = {ref: ref for ref in inputs} if origins is None else dict(origins)
-    literal = {Ref(value) for value, _ in program.constants}
-    seen: set[Ref] = set()
-    for step in part.steps:
-        is_known = known.keys() | literal >= {*reads(step)}
-        origin = next((known[ref] for ref in reads(step) if ref in known), None)
-        made = made_by(program, step)
-        if isinstance(step, Reshard) and not step.is_local:
-            if step.gathers_state and step.source in known.keys() - seen:
-                seen.add(step.source)
-                kind = program.avals[step.source.value], step.path[0]
-                yield _Moved((within, step.result), known[step.source], kind)
-        elif isinstance(step, Apply) and program.nodes[step.node].is_call:
-            (called,), (inner,) = program.nodes[step.node].bodies, step.bodies
-            given = given_to(called, step, known)
-            yield from _moved(called, inner, given, (*within, step.node))
-        elif is_known and origin is not None:
-            known |= dict.fromkeys(made, origin)
-        elif is_known:
-            literal |= {*made}
 
 
 def _stay_in_bits(ahead: Ahead) -> bool:
@@ -213,7 +155,7 @@ class _Behind:
     """Lets what is imported, each like one of `kinds`, wait for a product."""
 
     product: Ref
-    kinds: Sequence[_Kind]
+    kinds: Sequence[Kind]
     note: Note
 
     def tie(
