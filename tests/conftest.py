@@ -5,8 +5,6 @@ This file is read before any test imports JAX, whose devices cannot change once 
 
 import gc
 import os
-import shutil
-import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
@@ -24,16 +22,6 @@ os.environ["XLA_FLAGS"] = "--xla_cpu_parallel_codegen_split_count=1" + (
     " --xla_cpu_use_fusion_emitters=false" * version("jax").startswith("0.10.")
 )
 
-# What one test has compiled no other compiles again, in either process or one that a
-# test starts. The cache is this run's alone: tests read what this JAX compiles now.
-os.environ["JAX_COMPILATION_CACHE_DIR"] = (
-    os.environ["JAX_COMPILATION_CACHE_DIR"]
-    if "PYTEST_XDIST_WORKER" in os.environ
-    else tempfile.mkdtemp(prefix="compiled-")
-)
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
-os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-
 from collections.abc import Callable, Iterator
 
 import jax
@@ -44,6 +32,9 @@ import tiers
 from shardfn.analysis import targets
 
 jax.config.update("jax_num_cpu_devices", 8)
+# The persistent compilation cache stays off: a fresh clone starts with an empty one,
+# and a test that reads compiled programs has to read what this JAX compiles now.
+jax.config.update("jax_enable_compilation_cache", False)
 
 # What is collected stays to the end, and traces make objects by the hundred thousand:
 # looking through all of them for cycles took a tenth of the time.
@@ -61,11 +52,6 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(500_000, 20, 20)
     gc.enable()
-
-
-def pytest_unconfigure() -> None:
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -120,16 +106,6 @@ def quick_compiles(
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
-
-
-@pytest.fixture(autouse=True)
-def uncached_elsewhere(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Keeps nothing that is compiled for other machines: it cannot be read here."""
-    least = jax.config.jax_persistent_cache_min_compile_time_secs
-    if request.node.get_closest_marker("aot"):
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", float("inf"))
-    yield
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", least)
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,7 @@
 quick run leaves out, because others of the same test have each of their values; they
 run last, and none begins after `SHARDFN_EXHAUSTIVE_UNTIL`, in seconds since 1970.
 Those that need a compiler of other machines run in front of them, behind all others,
-and no test at all begins after `SHARDFN_UNTIL`.
+and none begins after `SHARDFN_COMPILERS_UNTIL`.
 """
 
 import itertools
@@ -67,16 +67,14 @@ def dealt(groups: Iterable[Sequence[T]], workers: int) -> list[T]:
 
 def out_of_time(item: pytest.Item) -> str | None:
     """Why a test does not run, if no time is left for it."""
-    if item.get_closest_marker("exhaustive") and _is_over("SHARDFN_EXHAUSTIVE_UNTIL"):
-        return "exhaustive, and the time for those is over (SHARDFN_EXHAUSTIVE_UNTIL)"
-    if _is_over("SHARDFN_UNTIL"):
-        return "the time for tests is over (SHARDFN_UNTIL)"
+    for mark, name in (
+        ("exhaustive", "SHARDFN_EXHAUSTIVE_UNTIL"),
+        ("aot", "SHARDFN_COMPILERS_UNTIL"),
+    ):
+        until = os.environ.get(name)
+        if item.get_closest_marker(mark) and until and time.time() >= float(until):
+            return f"{mark}, and the time for those is over ({name})"
     return None
-
-
-def _is_over(name: str) -> bool:
-    until = os.environ.get(name)
-    return until is not None and time.time() >= float(until)
 
 
 def _mark_rest(same: list[pytest.Function]) -> None:

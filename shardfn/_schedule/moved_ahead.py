@@ -5,7 +5,6 @@ any of them is made. These may wait for something in the iteration that they are
 in; the plan lets them, and its lowering takes their operands out.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,14 +50,19 @@ def moved_ahead(program: Program, part: BodyPlan) -> list[Moved]:
     return found
 
 
+_Known = dict[Ref, Ref | None]
+"""What is there before anything is gathered, by a version that comes in of which it is
+made; None if it is made of none."""
+
+
 def _follow(
     program: Program,
     part: BodyPlan,
-    given: Mapping[Ref, Ref],
+    given: _Known,
     within: tuple[int, ...],
     found: list[Moved],
-) -> dict[Ref, Ref]:
-    """Adds what a part moves; what it knows in the end, by what that is made of.
+) -> _Known:
+    """Adds what a part moves.
 
     Args:
       program: the program.
@@ -66,27 +70,30 @@ def _follow(
       given: what comes in from outside, by its names here.
       within: in which calls this is.
       found: what is added to.
+
+    Returns:
+      What is known behind it.
     """
     known, seen = dict(given), set[Ref]()
-    literal = {Ref(value) for value, _ in program.constants}
+    known |= dict.fromkeys((Ref(value) for value, _ in program.constants), None)
     for step in part.steps:
-        is_known = known.keys() | literal >= {*reads(step)}
-        origin = next((known[ref] for ref in reads(step) if ref in known), None)
-        made = made_by(program, step)
+        is_known = known.keys() >= {*reads(step)}
         if isinstance(step, Reshard) and not step.is_local:
-            if step.gathers_state and step.source in known.keys() - seen:
+            origin = known.get(step.source)
+            if step.gathers_state and origin and step.source not in seen:
                 seen.add(step.source)
                 kind = program.avals[step.source.value], step.path[0]
-                site = within, step.result
-                found.append(Moved(site, known[step.source], kind))
+                found.append(Moved((within, step.result), origin, kind))
         elif isinstance(step, Apply) and program.nodes[step.node].is_call:
             (called,), (inner,) = program.nodes[step.node].bodies, step.bodies
-            inside = (*within, step.node)
-            after = _follow(called, inner, given_to(called, step, known), inside, found)
+            operands = zip(called.inputs, step.operands, strict=True)
+            literals = (Ref(value) for value, ref in operands if ref is None)
+            entering: _Known = dict.fromkeys(literals, None)
+            entering |= given_to(called, step, known)
+            after = _follow(called, inner, entering, (*within, step.node), found)
             exported = zip(step.exports, inner.exports, strict=True)
             known |= {ref: after[x] for ref, x in exported if x in after}
-        elif is_known and origin is not None:
-            known |= dict.fromkeys(made, origin)
         elif is_known:
-            literal |= {*made}
+            origins = (known[ref] for ref in reads(step) if known[ref])
+            known |= dict.fromkeys(made_by(program, step), next(origins, None))
     return known

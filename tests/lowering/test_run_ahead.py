@@ -118,8 +118,18 @@ def twice(h: jax.Array, w: Any) -> tuple[jax.Array, None]:
     return layer(h + jnp.tanh(h @ w["q"]) @ w["q"].T, w)
 
 
+def handed_down(h: jax.Array, w: Any) -> tuple[jax.Array, None]:
+    """The same mask, made outside of a remat that is given it."""
+
+    def inner(h: jax.Array, w: Any, mask: jax.Array) -> jax.Array:
+        return layer(h, {**w, "o": w["o"] * mask})[0]
+
+    mask = jnp.tril(jnp.ones((WIDTH, WIDTH)))
+    return jax.checkpoint(inner, prevent_cse=False)(h, w, mask), None
+
+
 @pytest.mark.parametrize("remat", [True, False])
-@pytest.mark.parametrize("body", [masked, twice])
+@pytest.mark.parametrize("body", [masked, twice, handed_down])
 def test_all_that_runs_ahead_waits(body, remat) -> None:
     body = jax.checkpoint(body, prevent_cse=False) if remat else body
 
@@ -133,7 +143,12 @@ def test_all_that_runs_ahead_waits(body, remat) -> None:
     with in_turn(False):
         options = {"stationary": False}
         case = shard_fn(step, cpu_mesh(8), state_of(), (64, WIDTH), **options)
-        found = loops(case)
+        found, jaxpr = loops(case), jaxpr_of(case)
+    made = dict[Any, str]()
+    for eqn, times, *_ in walk(jaxpr):
+        made |= dict.fromkeys(eqn.outvars, eqn.primitive.name)
+        if eqn.primitive.name.startswith("all_gather") and times == 1:
+            assert made[eqn.invars[0]] == "barrier", "in front of a loop"
     for _, loop in found:
         for each in loop.ahead:
             gathers = [m for m in all_moves(each.part) if m.gathers_state]
