@@ -31,6 +31,12 @@ def given_to(program: Program, call: Apply, known: Mapping[Ref, T]) -> dict[Ref,
     return {i: known[ref] for i, ref in operands if ref and ref in known}
 
 
+def literals_of(program: Program, call: Apply) -> set[Ref]:
+    """The inputs of a call's body that are literals: known, wherever the call is."""
+    operands = zip(program.inputs, call.operands, strict=True)
+    return {Ref(value) for value, ref in operands if ref is None}
+
+
 def all_moves(body: BodyPlan) -> Iterator[Reshard]:
     """The moves of a plan and of the plans in it."""
     for step in body.steps:

@@ -12,7 +12,7 @@ from shardfn._core.plan import Apply, BodyPlan, Ref, Reshard, Site, reads
 from shardfn._core.program import Program
 from shardfn._core.sharding import Sharding
 from shardfn._core.step_order import made_by
-from shardfn._schedule.bodies import given_to
+from shardfn._schedule.bodies import given_to, literals_of
 
 Kind = tuple[Any, Sharding]
 """What a value is like, and how it is sharded."""
@@ -86,9 +86,7 @@ def _follow(
                 found.append(Moved((within, step.result), origin, kind))
         elif isinstance(step, Apply) and program.nodes[step.node].is_call:
             (called,), (inner,) = program.nodes[step.node].bodies, step.bodies
-            operands = zip(called.inputs, step.operands, strict=True)
-            literals = (Ref(value) for value, ref in operands if ref is None)
-            entering: _Known = dict.fromkeys(literals, None)
+            entering: _Known = dict.fromkeys(literals_of(called, step), None)
             entering |= given_to(called, step, known)
             after = _follow(called, inner, entering, (*within, step.node), found)
             exported = zip(step.exports, inner.exports, strict=True)

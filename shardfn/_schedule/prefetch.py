@@ -21,7 +21,7 @@ from shardfn._core.reasons import Note, noted
 from shardfn._core.regions import span
 from shardfn._core.sharding import Axes
 from shardfn._schedule.balanced_loops import computes_for_longer
-from shardfn._schedule.bodies import given_to
+from shardfn._schedule.bodies import given_to, literals_of
 from shardfn._schedule.first_gathers import mark_first_gathers
 from shardfn._schedule.order_gathers import gathers_ahead
 from shardfn._schedule.versions import fresh
@@ -250,7 +250,8 @@ class _Part:
     def remat(self, step: Apply, program: Program, known: dict[Ref, bool]) -> Apply:
         """A remat that imports what its body gathered, if that can run ahead."""
         inner = _Part(program, step.bodies[0], self.asked, self.lead)
-        part, rest = inner.take(given_to(program, step, known))
+        same = dict.fromkeys(literals_of(program, step), False)
+        part, rest = inner.take(same | given_to(program, step, known))
         if not part.exports:
             return step
         made = []

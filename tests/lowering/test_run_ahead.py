@@ -119,13 +119,13 @@ def twice(h: jax.Array, w: Any) -> tuple[jax.Array, None]:
 
 
 def handed_down(h: jax.Array, w: Any) -> tuple[jax.Array, None]:
-    """The same mask, made outside of a remat that is given it."""
+    """The same mask, made outside of a remat that is given it, and a literal."""
 
-    def inner(h: jax.Array, w: Any, mask: jax.Array) -> jax.Array:
-        return layer(h, {**w, "o": w["o"] * mask})[0]
+    def inner(h: jax.Array, w: Any, mask: jax.Array, half: jax.Array) -> jax.Array:
+        return layer(h, {**w, "o": w["o"] * mask * half})[0]
 
     mask = jnp.tril(jnp.ones((WIDTH, WIDTH)))
-    return jax.checkpoint(inner, prevent_cse=False)(h, w, mask), None
+    return jax.checkpoint(inner, prevent_cse=False)(h, w, mask, 0.5), None
 
 
 @pytest.mark.parametrize("remat", [True, False])
