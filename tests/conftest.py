@@ -33,9 +33,8 @@ from shardfn.analysis import targets
 
 jax.config.update("jax_num_cpu_devices", 8)
 # The persistent compilation cache stays off: a test that reads compiled programs has
-# to read what this JAX compiles now, with its own names. One for a single run saves 8%
-# of the time of tests that compile for CPUs, has other tests' names, and cannot read
-# what it keeps for GPUs and TPUs.
+# to read what this JAX compiles now, with its own names. One for a single run would
+# have other tests' names, and cannot read what it keeps for GPUs and TPUs.
 jax.config.update("jax_enable_compilation_cache", False)
 
 # What is collected stays to the end, and traces make objects by the hundred thousand:

@@ -58,7 +58,7 @@ def _behind_product(node: Node, loop: Apply, note: Note) -> Apply:
         return loop
     ahead: list[Ahead] = []
     for each in loop.ahead:
-        moved = [*moved_ahead(program, each.part)]
+        moved = moved_ahead(program, each.part)
         values, kinds = [m.origin.value for m in moved], [m.kind for m in moved]
         tie = _Behind(token, kinds, note).tie
         body, made = _through(program, body, values, (most.within, token), tie)
