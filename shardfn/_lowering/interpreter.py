@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from shardfn._core import compat
 from shardfn._core.barrier import barrier, undelayed_on_gpus
@@ -37,6 +36,7 @@ from shardfn._lowering.block_loop import run_blocks, transfer
 from shardfn._lowering.control_flow import ControlFlow, typed
 from shardfn._lowering.duplicates import Duplicates
 from shardfn._lowering.extremum_jvp import Extreme
+from shardfn._lowering.literals import Literals
 from shardfn._lowering.operations import Cut, is_picked, run_op
 from shardfn._lowering.reshards import move_along, move_together, reads_of
 from shardfn._lowering.residual_sums import move_leaving
@@ -102,7 +102,8 @@ class _Run:
     apart: frozenset[str]
     differentiated: bool = False
     env: dict[Ref, Any] = field(default_factory=dict)
-    literals: dict[Any, jax.Array] = field(default_factory=dict)
+    literals: Literals = field(default_factory=Literals)
+    decoded: dict[Any, jax.Array] = field(default_factory=dict)
     extremes: dict[Ref, Extreme] = field(default_factory=dict)
     picked: set[Ref] = field(default_factory=set)
     cut: Cut | None = None
@@ -147,13 +148,9 @@ class _Run:
     def read(self, ref: Ref | None, atom: Any, backward: bool = False) -> jax.Array:
         if ref is not None:
             x = self.copies[ref].pop() if self.copies.get(ref) else self.env[ref]
-            made = {} if self.axes.reads_apart else self.literals
+            made = {} if self.axes.reads_apart else self.decoded
             return whole(x, made, (ref, backward))
-        key = (str(atom.aval), np.asarray(atom.val).tobytes())
-        if key not in self.literals:
-            value = jnp.asarray(np.asarray(atom.val), atom.aval.dtype)
-            self.literals[key] = compat.with_weak_type(value, atom.aval.weak_type)
-        return self.literals[key]
+        return self.literals.array(atom)
 
     def typed(self, x: Any, sharding: Sharding, weak: bool | None = None) -> jax.Array:
         return typed(x, sharding, self.axes, self.apart, weak)
@@ -247,7 +244,8 @@ class _Run:
         cut = Cut(loop.dim, loop.blocks)
 
         def run(blocks: Mapping[Ref, jax.Array]) -> Mapping[Ref, jax.Array]:
-            inner = replace(self, env=dict(blocks), literals={}, cut=cut, copies={})
+            own = {"env": dict(blocks), "literals": Literals(), "decoded": {}}
+            inner = replace(self, **own, cut=cut, copies={})
             for step in loop.steps:
                 inner.follow(step)
             return inner.env
@@ -292,6 +290,7 @@ class _Run:
         return made
 
     def op(self, step: Apply, node: Node, operands: Arrays) -> Arrays:
+        operands = self.literals.alike(node.inputs, operands)
         given = self.program, step, node, operands
         results, extreme = run_op(*given, self.axes, self.cut)
         if extreme is not None:

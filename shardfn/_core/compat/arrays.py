@@ -76,7 +76,9 @@ def checks_types() -> bool:
 def varying_alike(operands: Sequence[jax.Array]) -> list[jax.Array]:
     """`operands` cast to vary along the same mesh axes, as primitives demand."""
     axes = [varying_axes(x) for x in operands]
-    every = frozenset().union(*axes)
+    every = frozenset[str]().union(*axes)
+    if all(own == every for own in axes):
+        return [*operands]
     return [
         cast_varying(x, tuple(sorted(every - own)))
         for x, own in zip(operands, axes, strict=True)
