@@ -83,25 +83,28 @@ class Rounds:
         each = range(len(self.decider.axes.names))
         return any(self.joins({v for v, a in early if a == k}, k) for k in each)
 
-    def joins(self, sums: set[int], axis: int) -> bool:
-        """The same along one mesh axis."""
+    def joins(self, early: Set[int], axis: int) -> bool:
+        """The same along one mesh axis. What is added to itself, as where a gradient or
+        its clipped form is selected, is one sum however late it is reduced."""
+        made_of = {value: frozenset({value}) for value in early}
         for node, decision in zip(self.program.nodes, self.decisions, strict=True):
             numbers = map(number_of, node.inputs)
-            whole = {i for i, value in enumerate(numbers) if value in sums}
+            whole = {i: made_of[v] for i, v in enumerate(numbers) if v in made_of}
             if not whole:
                 continue
             if node.passes_through:
-                sums.update(node.outputs[i] for i in whole)
+                made_of.update((node.outputs[i], of) for i, of in whole.items())
             elif node.rule is None:
                 return True
             else:
                 each = enumerate(decision.operands)
-                both = whole | {i for i, s in each if isinstance(s[axis], Unreduced)}
-                linear = [g for g in node.rule.linear if g & both == both]
-                if any(len(g & both) > 1 for g in linear):
+                terms = {i for i, s in each if isinstance(s[axis], Unreduced)}
+                both, of = terms | whole.keys(), frozenset[int]().union(*whole.values())
+                linear = [g for g in node.rule.linear if both <= g]
+                if linear and (len(of) > 1 or terms - whole.keys()):
                     return True
                 if any(g == both for g in linear):
-                    sums.update(node.outputs)
+                    made_of.update((value, of) for value in node.outputs)
         return False
 
     def price(self, solved: Solved) -> float:

@@ -74,6 +74,33 @@ def test_the_first_rounds_alone_sum_some_of_them_twice(
     assert len(sums()) > 3
 
 
+def clipped(w: jax.Array, x: jax.Array) -> Any:
+    """A step along a gradient or, where it is too long, along a part of it."""
+    noise = jax.random.normal(jax.random.key(0), (ROWS, WIDTH))
+    loss, g = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh((x + noise) @ w)))(w)
+    norm = jnp.sqrt(jnp.sum(g**2))
+    return w - jnp.where(norm < 0.01, g, g / norm), loss
+
+
+@pytest.mark.parametrize("step", [gan, clipped])
+def test_shardings_are_searched_again_only_for_sums_of_different_things(
+    step: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gradient that is selected from itself and a part of it is one sum."""
+    found, could_join = list[bool](), rounds.Rounds.could_join
+
+    def note(self: Any, early: Any) -> bool:
+        found.append(could_join(self, early))
+        return found[-1]
+
+    monkeypatch.setattr(rounds.Rounds, "could_join", note)
+    state, x = arguments()
+    given = state if step is gan else state["p"]["first"]
+    shardfn.fully_shard(step, cpu_mesh(8), min_size=600, **GATHERS).plan(given, x)
+    assert found
+    assert any(found) == (step is gan)
+
+
 def test_steps_are_those_of_the_plain_step() -> None:
     step = shardfn.fully_shard(gan, cpu_mesh(8), min_size=600, **GATHERS)
     assert_steps_alike(gan, step, *arguments(), steps=3)
