@@ -26,7 +26,7 @@ from shardfn._core.limits import (
 )
 from shardfn._core.plan import Apply, BodyPlan, Reshard
 from shardfn._core.program import Node, Program, number_of
-from shardfn._core.sent_bytes import Made, sent, sent_by
+from shardfn._core.sent_bytes import Made, Sent, sent, sent_by
 from shardfn._core.sharding import Axes, Sharding, Split
 from shardfn._lowering.constrained_values import NodePath, with_result
 from shardfn._lowering.replanning import ProgramChoice, Replanning
@@ -107,21 +107,32 @@ def choose_generated(now: Replanning) -> GeneratedChoice:
 
 
 class _Tried:
-    """A program that was planned, and what it takes.
+    """A program that was planned, and what it takes: found when it is asked, as most
+    programs have no rows of their own.
 
     Attributes:
       program: the program, before any pass of planning changes it.
       made: the program and its plan.
-      sent: what each device sends per step.
-      flops: what it computes.
-      price: bytes, and those that could be sent while it computes.
+      axes: the mesh axes.
     """
 
     def __init__(self, program: Program, made: Made, axes: Axes):
-        self.program, self.made = program, made
-        self.sent = sent(*made, axes)
-        self.flops = work_of(*made, axes).flops
-        self.price = self.sent.price + self.flops / REPEATED_FLOPS
+        self.program, self.made, self.axes = program, made, axes
+
+    @functools.cached_property
+    def sent(self) -> Sent:
+        """What each device sends per step."""
+        return sent(*self.made, self.axes)
+
+    @functools.cached_property
+    def flops(self) -> int:
+        """What each device computes."""
+        return work_of(*self.made, self.axes).flops
+
+    @property
+    def price(self) -> float:
+        """Bytes, and those that could be sent while it computes."""
+        return self.sent.price + self.flops / REPEATED_FLOPS
 
 
 def _shape(node: Node) -> tuple[int, ...]:

@@ -175,6 +175,9 @@ class _Search:
             given = [number_of(atom) for atom in node.inputs]
             if invariant.issuperset(v for v in given if v >= 0) and invariant:
                 invariant.update(node.outputs)
+            asks = lookup_of(program, node, self.axes) if node.kind == "op" else None
+            if asks is None and not node.bodies:
+                continue
             operands = zip(given, step.operands, step.operand_shardings, strict=False)
             rows = {
                 v for v, ref, at in operands if ref is not None and has_rows(ref, at)
@@ -185,14 +188,13 @@ class _Search:
                 at, runs = (*path, *node.outputs[:1], k), times * (step.times or 1)
                 inside = _entering(node, k, inner, rows, invariant)
                 self.body(inner, plan, at, runs, inside)
-            lookup = lookup_of(program, node, self.axes) if given else None
-            if lookup is None or node.kind != "op" or given[1] in invariant:
+            if asks is None or given[1] in invariant:
                 continue
-            shape = (lookup.requests.rows, *lookup.row)
+            shape = (asks.requests.rows, *asks.row)
             is_gradient = node.kinds[0] == ZERO and shape in self.shapes
             if given[0] in rows or is_gradient:
                 self.shapes.add(shape)
-                self.found.append(_Found(path, node, lookup, times))
+                self.found.append(_Found(path, node, asks, times))
 
 
 def _entering(

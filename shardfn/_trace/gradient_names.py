@@ -115,8 +115,10 @@ class _Sweep:
             for i, atom in enumerate(node.inputs):
                 if not names or not isinstance(atom, int) or atom in self.labels:
                     continue
+                if stops and atom in self.forward:
+                    continue
                 how = self.relation(node, i, j)
-                if how is None or stops and atom in self.forward:
+                if how is None:
                     continue
                 if how == PART:
                     self.parts.setdefault(atom, []).append(names)

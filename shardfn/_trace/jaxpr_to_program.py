@@ -19,12 +19,7 @@ from shardfn._core.program import ZERO, Atom, Node, Program, live
 from shardfn._core.rule_registry import is_registered, rule_of
 from shardfn._trace.dim_marks import Marking, Marks, has_rows, marks_of
 from shardfn._trace.iota_indexing import Counting, Counts
-from shardfn._trace.literal_values import (
-    Zeros,
-    is_empty,
-    made_whole_apart,
-    zeros_like,
-)
+from shardfn._trace.literal_values import Zeros, is_empty, made_whole_apart, zeros_like
 from shardfn._trace.node_kinds import kind_of, may_merge
 from shardfn._trace.passes import Argument, mark_passes
 from shardfn._trace.platform_branches import branch_on
@@ -47,8 +42,7 @@ def make_program(
     Args:
       closed_jaxpr: the jaxpr.
       arguments: what its arguments are.
-      known: the program that it becomes for arguments of which nothing is known, if
-        that was made before.
+      known: its `unmarked_program`, if that was made before.
       devices: how many may split the rows of the batch.
       platform: that of the devices, which runs one of some branches; "" for all.
 
@@ -57,9 +51,16 @@ def make_program(
     """
     given = tuple(argument.marks for argument in arguments)
     if known is None or _matters(given, closed_jaxpr, devices):
-        live_jaxpr = compat.without_dead_code(closed_jaxpr)
-        known = _Builder(devices, platform).build(live_jaxpr, None, given)
+        known = unmarked_program(closed_jaxpr, platform, given, devices)
     return mark_passes(known, arguments)
+
+
+def unmarked_program(
+    closed: Any, platform: str = "", given: tuple[Marks, ...] = (), devices: int = 1
+) -> Program:
+    """The same, not marked; `given` is what lies along the dimensions of arguments."""
+    live_jaxpr = compat.without_dead_code(closed)
+    return _Builder(devices, platform).build(live_jaxpr, None, given)
 
 
 def _matters(given: Sequence[Marks], closed: Any, devices: int) -> bool:
@@ -264,11 +265,10 @@ class _Values:
         if equal is not None and any(isinstance(atom, int) for atom in operands):
             return equal
         kind, jaxprs, layout = kind_of(eqn)
+        counting = [self.counts.inside(region, operands) for region in layout]
         bodies = tuple(
-            self.builder.build(
-                jaxpr, eqn, counting=self.counts.inside(region, operands)
-            )
-            for jaxpr, region in zip(jaxprs, layout, strict=True)
+            self.builder.build(jaxpr, eqn, counting=counts)
+            for jaxpr, counts in zip(jaxprs, counting, strict=True)
         )
         outputs = tuple(self.new(v.aval) for v in eqn.outvars)
         rule = self.builder.rule(eqn, eqn_key) if kind == "op" else None

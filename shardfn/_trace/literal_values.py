@@ -148,9 +148,9 @@ def _is_of_literals(node: Node) -> bool:
 
 def _needed_whole(node: Node, avals: Sequence[Any]) -> set[int]:
     """The operands of an operation of which no dimension may be split."""
-    if node.kind != "op" or node.rule is None:
-        return set()
     rule = node.rule
+    if node.kind != "op" or rule is None or not rule.whole:
+        return set()
     found = set[int]()
     for atom, dims in zip(node.inputs, rule.operands, strict=True):
         if isinstance(atom, int) and elements(avals[atom]) > 1:

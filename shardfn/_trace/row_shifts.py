@@ -189,7 +189,7 @@ def slice_rows(x: jax.Array, start: int, end: int, dim: int) -> jax.Array:
 def cuts(eqn: JaxprEqn) -> list[tuple[int, int, int]]:
     """Dimension, start and size of what each result is of the first operand, if they
     are pieces along one dimension."""
-    if not eqn.invars or not hasattr(eqn.invars[0].aval, "shape"):
+    if eqn.primitive.name not in ("slice", "split", "pad"):
         return []
     shape, params = shaped(eqn.invars[0]).shape, eqn.params
     if eqn.primitive.name == "slice":
@@ -205,11 +205,10 @@ def cuts(eqn: JaxprEqn) -> list[tuple[int, int, int]]:
     if eqn.primitive.name == "split":
         sizes, dim = params["sizes"], params["axis"]
         return [(dim, sum(sizes[:i]), n) for i, n in enumerate(sizes)]
-    if eqn.primitive.name == "pad":
-        changed = _changed(params["padding_config"])
-        if changed is not None and max(changed[1]) == 0:
-            dim, (low, high, _) = changed
-            return [(dim, -low, shape[dim] + low + high)]
+    changed = _changed(params["padding_config"])
+    if changed is not None and max(changed[1]) == 0:
+        dim, (low, high, _) = changed
+        return [(dim, -low, shape[dim] + low + high)]
     return []
 
 

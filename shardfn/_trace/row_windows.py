@@ -55,8 +55,9 @@ def _sizes(eqn: JaxprEqn) -> list[tuple[int, int]]:
         return [
             *zip(shaped(eqn.invars[0]).shape, shaped(eqn.outvars[0]).shape, strict=True)
         ]
-    shape = shaped(eqn.invars[0]).shape if cuts(eqn) else ()
-    return [(shape[dim], size) for dim, _, size in cuts(eqn)]
+    found = cuts(eqn)
+    shape = shaped(eqn.invars[0]).shape if found else ()
+    return [(shape[dim], size) for dim, _, size in found]
 
 
 def _is_most(size: int, rows: int) -> bool:

@@ -35,7 +35,7 @@ from shardfn._core.sharding import Axes, Sharding
 from shardfn._trace.containers import Closed, close, closed_inside, on_closed, opened
 from shardfn._trace.global_or_per_device import jaxpr_of
 from shardfn._trace.inner_shard_map import on_whole_arrays
-from shardfn._trace.jaxpr_to_program import make_program
+from shardfn._trace.jaxpr_to_program import unmarked_program
 from shardfn._trace.per_device import GlobalStep
 from shardfn._trace.purity import check_effects, check_not_mapped, leaked_tracer
 from shardfn._trace.returned_state import check_state
@@ -96,11 +96,11 @@ class CallTrace:
     platform: str = ""
 
     def program(self) -> Program:
-        """The jaxpr as a program."""
+        """The jaxpr as an `unmarked_program`."""
         if self.made is None:
             # Primitives are traced anew to expand them.
             with compat.at_top_level(), compat.broadcasts_ranks(), uncollected():
-                self.made = make_program(self.jaxpr, platform=self.platform)
+                self.made = unmarked_program(self.jaxpr, self.platform)
         return self.made
 
 

@@ -27,8 +27,11 @@ def relation_of(node: Node, operand: int, result: int) -> str | None:
         return SAME if operand == result else None
     if node.kind != "op" or node.rule is None:
         return None
-    rule, sizes = node.rule, dict(node.rule.sizes)
+    rule = node.rule
     before, after = rule.operands[operand], rule.results[result]
+    if before == after:
+        return SAME
+    sizes = dict(rule.sizes)
     lost, new = _factors(before, sizes), _factors(after, sizes)
     lost, new = lost - new, new - lost
     if not lost and not new:

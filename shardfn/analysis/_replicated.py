@@ -75,8 +75,10 @@ def _count(
             total[place] += math.ceil(own * _padded(node, step, axes) / parts)
             if parts == 1 and not _takes_parts(step, axes):
                 replicated[place] += own
-        rows = apart * _rows_apart(node, step, axes)
-        runs = times * (step.times or 1) // _rows_apart(node, step, axes)
+        if not step.bodies:
+            continue
+        shared = _rows_apart(node, step, axes)
+        rows, runs = apart * shared, times * (step.times or 1) // shared
         for inner, plan in zip(node.bodies, step.bodies, strict=True):
             _count(inner, plan, axes, runs, rows, total, replicated)
 
@@ -92,6 +94,8 @@ def _padded(node: Node, step: Apply, axes: Axes) -> Fraction:
     counts: dict[str, int] = {}
     for factor, axis in step.parts:
         counts[factor] = counts.get(factor, 1) * axes.sizes[axis]
+    if not counts:
+        return Fraction(1)
     return math.prod(
         (
             Fraction(math.ceil(Fraction(size, counts[factor])) * counts[factor], size)
