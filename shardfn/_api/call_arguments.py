@@ -5,8 +5,10 @@ name finds what a call by position compiled; those that have to be named come la
 together.
 """
 
+import contextlib
+import functools
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 from shardfn._core.call_arguments import Named, Position
@@ -63,6 +65,25 @@ def by_position(
             f"Its arguments are {signature}."
         ) from None
     return (*bound.args, Named(bound.kwargs)) if bound.kwargs else bound.args
+
+
+def taking_named(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A step on arguments by position, those that have to be named last, together. What
+    JAX says of a tracer names the function and the arguments that the user knows."""
+
+    def run(*args: Any) -> Any:
+        if args and isinstance(args[-1], Named):
+            return step(*args[:-1], **args[-1])
+        return step(*args)
+
+    inner: Any = step
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    known: Any = run
+    known.__wrapped__ = inner
+    with contextlib.suppress(TypeError, ValueError):  # of some functions in C
+        known.__signature__ = inspect.signature(step)
+    return run
 
 
 def refuse_count(given: Collection[Position], states: Sequence[Position]) -> NoReturn:

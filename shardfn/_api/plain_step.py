@@ -13,14 +13,18 @@ import jax
 
 from shardfn._api.argument_leaves import Side
 from shardfn._api.batch_division import BatchDivision
-from shardfn._api.call_arguments import by_position, parameter_names, refuse_count
+from shardfn._api.call_arguments import (
+    by_position,
+    parameter_names,
+    refuse_count,
+    taking_named,
+)
 from shardfn._api.names_in_code import mentions
 from shardfn._api.plan_warnings import warn_of
 from shardfn._api.planner import plan_traced
 from shardfn._api.tuning.tuned_options import TunedOptions
 from shardfn._core import compat
 from shardfn._core.call_arguments import (
-    Named,
     Position,
     Rest,
     StateArguments,
@@ -107,7 +111,8 @@ class PlainStep:
         if key not in self.found:
             found = self.find(leaves, treedef, axes, mesh)
             if found is None:  # whatever is wrong with this call is that of no other
-                return replace(given, hints=failure(self.call_with, leaves, treedef))
+                hints = failure(taking_named(self.step), leaves, treedef)
+                return replace(given, hints=hints)
             self.found[key] = replace(found, parameters=names)
         found = self.found[key]
         stored = self.arriving_stored(args, found, axes)
@@ -180,13 +185,7 @@ class PlainStep:
 
     def call(self, states: Sequence[Any], batch: Rest) -> Any:
         """Calls the plain step with its arguments in its own order."""
-        return self.call_with(*rejoined(states, batch))
-
-    def call_with(self, *args: Any) -> Any:
-        """Calls the plain step; arguments that have to be named come last, together."""
-        if args and isinstance(args[-1], Named):
-            return self.step(*args[:-1], **args[-1])
-        return self.step(*args)
+        return taking_named(self.step)(*rejoined(states, batch))
 
     def name(self, place: Position) -> str:
         """What the step calls an argument."""
@@ -212,15 +211,15 @@ class PlainStep:
           axes: the mesh axes.
           mesh: the mesh as the caller made it.
         """
-        types = [leaf.aval for leaf in leaves]
+        types, step = [leaf.aval for leaf in leaves], taking_named(self.step)
         try:
             avals = jax.tree.unflatten(treedef, types)
         except Exception:  # of a class of the user's
             avals = closed_inside(treedef, leaves)
-            made = trace_once(classes_closed(self.call_with), avals, axes, mesh)
+            made = trace_once(classes_closed(step), avals, axes, mesh)
             return None if made is None else (avals, made)
         key = _key(types, treedef, axes, mesh)
-        made = self.traces.get(key) or trace_once(self.call_with, avals, axes, mesh)
+        made = self.traces.get(key) or trace_once(step, avals, axes, mesh)
         if made is None:
             return None
         self.traces.clear()

@@ -32,6 +32,15 @@ _OF_TRACERS = (TypeError, ValueError, IndexError)
 that is differentiated or a static argument, and for the bound of a slice."""
 
 
+_TRACERS = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
+)
+"""Those of them that name the function that is traced, and its argument."""
+
+
 def advises_binding(method: Method) -> Method:
     """Makes a method of a sharded step, which takes the step's arguments, say how to
     bind those that the step needs the values of."""
@@ -50,10 +59,29 @@ def advises_binding(method: Method) -> Method:
             step, axes = self.plain.step, self.storage.axes
             works = functools.partial(_works, step, args, named, axes)
             if not static or works({}) or not works(static):
-                raise
+                raise _of_the_step(step, args, named, error) from None
             _refuse(step, static, error)
 
     return advised  # pyright: ignore[reportReturnType]
+
+
+def _of_the_step(
+    step: Callable[..., Any],
+    args: Sequence[Any],
+    named: Mapping[str, Any],
+    error: Exception,
+) -> Exception:
+    """The error as JAX raises it for the step itself: in ours, the function that is
+    traced and its arguments are the library's. What is no error of a tracer, or is none
+    of the step, is left as it is."""
+    if isinstance(error, _TRACERS):
+        try:
+            jax.eval_shape(step, *args, **named)
+        except type(error) as own:
+            return own
+        except Exception:  # stored arrays, say, have other shapes
+            return error
+    return error
 
 
 def _works(

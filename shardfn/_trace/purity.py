@@ -31,12 +31,20 @@ def leaked_tracer() -> ShardingError:
 
 
 def check_effects(jaxpr: Any) -> None:
-    effects = sorted(
-        {type(e).__name__ for e in jaxpr.effects if not compat.is_debug_effect(e)}
-    )
+    found = [e for e in jaxpr.effects if not compat.is_debug_effect(e)]
+    effects = sorted({type(e).__name__ for e in found})
     if not effects:
         return
     place = _place_of_effect(jaxpr)
+    if all(map(compat.is_check_effect, found)):
+        raise ShardingError(
+            f"{step_name()} has a checkify.check whose error nothing takes.\n"
+            f"  at {place}\n"
+            f"{called()}"
+            "Take it inside the step, and return it among the metrics: "
+            "error, out = checkify.checkify(function)(...). What is around the "
+            "sharded step is not seen by fully_shard."
+        )
     raise ShardingError(
         f"{step_name()} is not pure: it has a side effect ({', '.join(effects)}), "
         "which every device would repeat.\n"

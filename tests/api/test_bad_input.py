@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
+from jax.experimental import checkify
 from jax.sharding import PartitionSpec as P
 from programs.spoiled import (
     EFFECTS,
@@ -609,6 +610,31 @@ def test_a_step_with_a_side_effect(mesh, state, effect) -> None:
     assert "/site-packages/" not in message
 
 
+def checking(state, batch):
+    checkify.check(batch["x"].sum() < 0, "positive")
+    return plain_step(state, batch)
+
+
+def test_a_check_whose_error_nothing_takes(mesh, state) -> None:
+    step = shardfn.fully_shard(checking, mesh, donate=False, **OPTIONS)
+    line = checking.__code__.co_firstlineno + 1
+    refuse(
+        lambda: checkify.checkify(step)(state, make_batch()),
+        "checking has a checkify.check whose error nothing takes",
+        f"  at test_bad_input.py:{line}",
+        "error, out = checkify.checkify(function)(...)",
+        what="checking",
+    )
+
+    def inside(state, batch):
+        error, (state, metrics) = checkify.checkify(checking)(state, batch)
+        return state, (metrics, error)
+
+    step = shardfn.fully_shard(inside, mesh, **OPTIONS)
+    _, (_, error) = step(step.shard(state), make_batch())
+    assert error.get() is not None and "positive" in error.get()
+
+
 def test_a_side_effect_inside_a_loop_is_found(mesh, state) -> None:
     step = shardfn.fully_shard(with_effect(looped_effect), mesh, **OPTIONS)
     line = looped_effect.__code__.co_firstlineno + 2
@@ -714,8 +740,30 @@ def test_an_error_that_binding_does_not_cure_passes(mesh, state) -> None:
         return (state, {}) if batch["x"].sum() > 0 else plain_step(state, batch)
 
     step = shardfn.fully_shard(train_step, mesh, donate=False, **OPTIONS)
-    with pytest.raises(jax.errors.TracerBoolConversionError):
+    with pytest.raises(jax.errors.TracerBoolConversionError) as plain:
+        jax.jit(train_step)(state, make_batch(), 2.0)
+    with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
         step(state, make_batch(), 2.0)
+    assert str(caught.value) == str(plain.value)  # of the user's names alone
+    assert "while tracing the function train_step at " in str(caught.value)
+    assert "the argument batch['x']" in str(caught.value)
+
+
+def test_a_tracer_that_is_used_after_the_step_names_the_step(mesh, state) -> None:
+    box = []
+
+    def train_step(state, batch, scale):
+        box.append(batch["x"].sum())
+        return plain_step(state, batch)
+
+    bound = functools.partial(train_step, scale=2.0)
+    for step in train_step, bound:
+        given = () if step is bound else (2.0,)
+        sharded = shardfn.fully_shard(step, mesh, donate=False, **OPTIONS)
+        sharded.plan(state, make_batch(), *given)
+        with pytest.raises(jax.errors.ConcretizationTypeError) as caught:
+            float(box[-1])
+        assert "while tracing the function train_step at " in str(caught.value)
 
 
 @pytest.fixture

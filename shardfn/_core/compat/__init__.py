@@ -40,6 +40,7 @@ from shardfn._core.compat.equations import (
 )
 from shardfn._core.compat.jaxprs import (
     close_jaxpr as close_jaxpr,
+    is_check_effect as is_check_effect,
     is_debug_effect as is_debug_effect,
     is_internal_ref_effect as is_internal_ref_effect,
     open_jaxpr as open_jaxpr,

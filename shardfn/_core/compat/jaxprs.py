@@ -84,6 +84,13 @@ def is_debug_effect(effect: Any) -> bool:
     return type(effect).__name__ == "DebugEffect"
 
 
+def is_check_effect(effect: Any) -> bool:
+    """Whether this is the effect of a `checkify.check`."""
+    from jax._src.checkify import ErrorEffect  # most steps have no effects
+
+    return isinstance(effect, ErrorEffect)
+
+
 def is_internal_ref_effect(effect: Any) -> bool:
     """Whether this is the effect of arrays that are made and changed in place inside
     the traced function."""
