@@ -2,7 +2,8 @@
 
 The step is an unrolled transformer: no scan over its layers, so the number of equations
 grows with them. Nothing is compiled or run. Each line is the median over several
-repetitions that alternate between the programs.
+repetitions that alternate between the programs; calls that the library makes while it
+plans are counted, which is the same in every run.
 
     python benchmarks/planning.py                     # 12, 24, 48 and 96 layers
     python benchmarks/planning.py --layers 96 --profile
@@ -13,6 +14,7 @@ import cProfile
 import os
 import pstats
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -37,6 +39,7 @@ HEADER = (
     "shardfn trace + plan",
     "ratio",
     "us / equation",
+    "calls / equation",
     "shardfn trace to lower",
 )
 
@@ -152,6 +155,24 @@ def seconds(run: Callable[[], Any]) -> float:
     return time.process_time() - start
 
 
+def calls(run: Callable[[], Any]) -> int:
+    """How often functions of the library call anything while this runs."""
+    root, count = os.path.dirname(shardfn.__file__), 0
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        nonlocal count
+        caller = frame if event == "c_call" else frame.f_back
+        if event in ("call", "c_call") and caller is not None:
+            count += caller.f_code.co_filename.startswith(root)
+
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
 def row(name: str, made: Made, repeats: int) -> tuple[str, ...]:
     """One line of the table."""
     step, state, batch = made
@@ -181,6 +202,7 @@ def row(name: str, made: Made, repeats: int) -> tuple[str, ...]:
         f"{plan:.2f} s",
         f"{ratio:.2f}",
         f"{1e6 * plan / count:.0f}",
+        f"{calls(lambda: sharded().plan(state, batch)) / count:.0f}",
         f"{statistics.median(lowered[1:]):.2f} s",
     )
 
