@@ -59,7 +59,10 @@ def advises_binding(method: Method) -> Method:
             step, axes = self.plain.step, self.storage.axes
             works = functools.partial(_works, step, args, named, axes)
             if not static or works({}) or not works(static):
-                raise _of_the_step(step, args, named, error) from None
+                own = _of_the_step(step, args, named, error)
+                if own is None:
+                    raise
+                raise own from None
             _refuse(step, static, error)
 
     return advised  # pyright: ignore[reportReturnType]
@@ -70,18 +73,19 @@ def _of_the_step(
     args: Sequence[Any],
     named: Mapping[str, Any],
     error: Exception,
-) -> Exception:
+) -> Exception | None:
     """The error as JAX raises it for the step itself: in ours, the function that is
-    traced and its arguments are the library's. What is no error of a tracer, or is none
-    of the step, is left as it is."""
-    if isinstance(error, _TRACERS):
-        try:
-            jax.eval_shape(step, *args, **named)
-        except type(error) as own:
-            return own
-        except Exception:  # stored arrays, say, have other shapes
-            return error
-    return error
+    traced and its arguments are the library's. None for what is no error of a tracer,
+    or none of the step."""
+    if not isinstance(error, _TRACERS):
+        return None
+    try:
+        jax.eval_shape(step, *args, **named)
+    except type(error) as own:
+        return own
+    except Exception:  # stored arrays, say, have other shapes
+        return None
+    return None
 
 
 def _works(

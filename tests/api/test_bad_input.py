@@ -654,6 +654,19 @@ def test_an_error_of_the_step_itself_passes_unchanged(mesh, state) -> None:
         step(state, make_batch())
 
 
+def test_an_error_of_the_step_keeps_its_cause(mesh, state) -> None:
+    def train_step(state, batch):
+        try:
+            {}["tokens"]
+        except KeyError as error:
+            raise ValueError("no tokens") from error
+
+    step = shardfn.fully_shard(train_step, mesh, **OPTIONS)
+    with pytest.raises(ValueError, match="no tokens") as caught:
+        step(state, make_batch())
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
 @pytest.mark.parametrize(
     "method, args, named",
     [
