@@ -6,13 +6,12 @@ together.
 """
 
 import contextlib
-import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 from shardfn._core.call_arguments import Named, Position
-from shardfn._core.errors import ShardingError, called, step_name
+from shardfn._core.errors import ShardingError, called, step_name, without_bound
 from shardfn._core.state_names import StateNames
 
 
@@ -76,11 +75,8 @@ def taking_named(step: Callable[..., Any]) -> Callable[..., Any]:
             return step(*args[:-1], **args[-1])
         return step(*args)
 
-    inner: Any = step
-    while isinstance(inner, functools.partial):
-        inner = inner.func
     known: Any = run
-    known.__wrapped__ = inner
+    known.__wrapped__ = without_bound(step)
     with contextlib.suppress(TypeError, ValueError):  # of some functions in C
         known.__signature__ = inspect.signature(step)
     return run

@@ -31,12 +31,10 @@ _OF_TRACERS = (TypeError, ValueError, IndexError)
 """What JAX raises where a step asks for a value: for a branch, for the length of a loop
 that is differentiated or a static argument, and for the bound of a slice."""
 
-
 _TRACERS = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
-    jax.errors.NonConcreteBooleanIndexError,
 )
 """Those of them that name the function that is traced, and its argument."""
 
@@ -81,10 +79,8 @@ def _of_the_step(
         return None
     try:
         jax.eval_shape(step, *args, **named)
-    except type(error) as own:
-        return own
-    except Exception:  # stored arrays, say, have other shapes
-        return None
+    except Exception as own:  # another one if stored arrays, say, have other shapes
+        return own if type(own) is type(error) else None
     return None
 
 

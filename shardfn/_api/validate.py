@@ -5,7 +5,6 @@ names the option, the value and what is allowed. `_core/control.py` checks the o
 that may differ from leaf to leaf.
 """
 
-import functools
 import inspect
 import operator
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ from shardfn._api.predicted_latencies import LATENCIES
 from shardfn._api.sharded_step import VERIFY, ShardedStep
 from shardfn._core.argument_values import FLAG, count_of
 from shardfn._core.control import Control
-from shardfn._core.errors import ShardingError, call_site, cannot_be
+from shardfn._core.errors import ShardingError, call_site, cannot_be, without_bound
 from shardfn._core.optional import in_use
 from shardfn._core.sharding import named_twice
 
@@ -38,9 +37,7 @@ _BY_POSITION = (
 def check_step(step: Any, asker: str = "fully_shard") -> None:
     """Raises if the `step` that `asker` was given is no function, or is sharded
     already."""
-    plain = step
-    while isinstance(plain, functools.partial):
-        plain = plain.func
+    plain = without_bound(step)
     if isinstance(plain, ShardedStep | LocalStep):
         raise ShardingError(
             f"{getattr(plain, '__name__', 'the step')} is sharded already: it is a "

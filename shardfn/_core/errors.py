@@ -106,12 +106,18 @@ _asked: contextvars.ContextVar[str | None] = contextvars.ContextVar(
 """What the user called, such as `train_step.shard`."""
 
 
+def without_bound(step: Any) -> Any:
+    """The function that the arguments of `functools.partial` are bound to."""
+    while isinstance(step, functools.partial):
+        step = step.func
+    return step
+
+
 @contextlib.contextmanager
 def calling(step: object, method: str | None = None) -> Iterator[None]:
     """While it is entered, messages call the user's step by its name, and what was
     called after this method of it, if it is not part of another call."""
-    while isinstance(step, functools.partial):
-        step = step.func
+    step = without_bound(step)
     name = getattr(step, "__name__", type(step).__name__)
     asked = _asked.get()
     if method is not None:
